@@ -1,0 +1,17 @@
+//! Millpond's pure core: it decides, and touches nothing.
+//!
+//! No heap without the `alloc` feature, no I/O, no clock, no randomness, no `unsafe`: time, entropy and storage come in
+//! as arguments. Each module stands only on those above it in this list.
+#![no_std]
+#![forbid(unsafe_code)]
+
+#[cfg(feature = "alloc")]
+extern crate alloc;
+#[cfg(feature = "std")]
+extern crate std;
+
+pub mod time;
+
+pub mod slab;
+
+pub mod batch;

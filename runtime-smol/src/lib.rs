@@ -1,0 +1,1 @@
+//! Millpond on smol: the thin adapter that gives `millpond-node` sockets, timers and threads.

@@ -1,0 +1,2 @@
+//! The binary; everything it does lives in `millpond_node::cli`.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Millpond on tokio: the thin adapter that gives `millpond-node` sockets, timers and threads.

@@ -1,0 +1,1 @@
+//! Slow, obvious oracles and the harnesses that compare the product against them.
