@@ -144,7 +144,7 @@ impl Move {
 /// ```
 /// use millpond_core::batch::{coalesce, Extent, Move, RegionId};
 /// let (a, b) = (RegionId { slot: 0, epoch: 1 }, RegionId { slot: 1, epoch: 1 });
-/// let page = |n| Move::new(Extent::new(a, n * 10, 10), Extent::new(b, n * 10, 10)).unwrap();
+/// let page = |n: u64| Move::new(Extent::new(a, n * 10, 10), Extent::new(b, n * 10, 10)).unwrap();
 /// let mut moves = [page(0), page(1), page(7)];
 /// assert_eq!(coalesce(&mut moves), 2);
 /// assert_eq!(moves[0].len(), 20);
