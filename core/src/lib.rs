@@ -15,3 +15,5 @@ pub mod time;
 pub mod slab;
 
 pub mod batch;
+
+pub mod layout;
