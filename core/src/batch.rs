@@ -61,6 +61,220 @@ impl core::fmt::Display for LengthsDiffer {
 
 impl core::error::Error for LengthsDiffer {}
 
+/// What sort of memory a region is; decides which transports can reach it.
+///
+/// ```
+/// use millpond_core::batch::MemoryKind;
+/// let (code, device) = MemoryKind::Cuda { device: 3 }.code();
+/// assert_eq!(MemoryKind::from_code(code, device), Some(MemoryKind::Cuda { device: 3 }));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MemoryKind {
+    /// Ordinary host memory.
+    Host,
+    /// Page-locked host memory that devices reach directly.
+    Pinned,
+    /// Memory of a CUDA device.
+    Cuda {
+        /// Ordinal of the device.
+        device: u16,
+    },
+    /// Memory of a HIP device.
+    Hip {
+        /// Ordinal of the device.
+        device: u16,
+    },
+    /// A file.
+    File,
+}
+
+/// Who may do what with a region: a set of [`Rights::LOCAL`], [`Rights::REMOTE_READ`], [`Rights::REMOTE_WRITE`].
+///
+/// ```
+/// use millpond_core::batch::Rights;
+/// let rights = Rights::LOCAL | Rights::REMOTE_READ;
+/// assert!(rights.allows(Rights::REMOTE_READ) && !rights.allows(Rights::REMOTE_WRITE));
+/// ```
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Hash,
+    Default,
+    zerocopy::FromBytes,
+    zerocopy::IntoBytes,
+    zerocopy::KnownLayout,
+    zerocopy::Immutable,
+)]
+#[repr(transparent)]
+pub struct Rights(u8);
+
+impl Rights {
+    /// Nobody may do anything.
+    pub const NONE: Self = Self(0);
+    /// The owner's process reads and writes.
+    pub const LOCAL: Self = Self(1);
+    /// Peers that prove the capability read.
+    pub const REMOTE_READ: Self = Self(2);
+    /// Peers that prove the capability write.
+    pub const REMOTE_WRITE: Self = Self(4);
+
+    /// Whether every right of `wanted` is in this set.
+    #[must_use]
+    pub const fn allows(self, wanted: Self) -> bool {
+        self.0 & wanted.0 == wanted.0
+    }
+}
+
+impl core::ops::BitOr for Rights {
+    type Output = Self;
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl MemoryKind {
+    /// The kind as numbers for the wire: code and device ordinal.
+    #[must_use]
+    pub const fn code(self) -> (u8, u16) {
+        match self {
+            Self::Host => (1, 0),
+            Self::Pinned => (2, 0),
+            Self::Cuda { device } => (3, device),
+            Self::Hip { device } => (4, device),
+            Self::File => (5, 0),
+        }
+    }
+
+    /// The kind for a code and ordinal of [`MemoryKind::code`]; `None` for a code this version does not know.
+    #[must_use]
+    pub const fn from_code(code: u8, device: u16) -> Option<Self> {
+        match code {
+            1 => Some(Self::Host),
+            2 => Some(Self::Pinned),
+            3 => Some(Self::Cuda { device }),
+            4 => Some(Self::Hip { device }),
+            5 => Some(Self::File),
+            _ => None,
+        }
+    }
+}
+
+/// Proof that its bearer was given a token by the owner: 128 random bits. Compared without early exit, never printed.
+///
+/// ```
+/// use millpond_core::batch::Capability;
+/// let capability = Capability::new([7; 16]);
+/// assert!(capability.matches(&Capability::new([7; 16])));
+/// assert_eq!(format!("{capability:?}"), "Capability(..)");
+/// ```
+#[derive(Clone, Copy, zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::KnownLayout, zerocopy::Immutable)]
+#[repr(transparent)]
+pub struct Capability([u8; 16]);
+
+impl Capability {
+    /// The capability with these bytes.
+    #[must_use]
+    pub const fn new(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+
+    /// Its bytes, for the wire.
+    #[must_use]
+    pub const fn to_bytes(self) -> [u8; 16] {
+        self.0
+    }
+
+    /// Whether both are the same, in time that does not depend on where they differ.
+    #[must_use]
+    pub fn matches(&self, other: &Self) -> bool {
+        let difference = self.0.iter().zip(other.0).fold(0u8, |bits, (a, b)| bits | (a ^ b));
+        core::hint::black_box(difference) == 0
+    }
+}
+
+impl core::fmt::Debug for Capability {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("Capability(..)")
+    }
+}
+
+/// What an owner hands to a peer so that it can name some of the owner's memory. 64 bytes, no padding: this is also its
+/// wire form (little-endian hosts). Any 64 bytes parse; what they name is checked by the owner, at each use.
+///
+/// Offsets that peers send are offsets in `memory`; a token admits only `offset .. offset + len` of it, or less.
+///
+/// ```
+/// use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken, Rights};
+/// use zerocopy::{FromBytes, IntoBytes};
+/// let id = RegionId { slot: 2, epoch: 1 };
+/// let token = RegionToken::new(id, id, 0, 4096, MemoryKind::Host, Rights::REMOTE_READ, Capability::new([1; 16]), 9, 0);
+/// let back = RegionToken::read_from_bytes(token.as_bytes()).unwrap();
+/// assert_eq!((back.region, back.kind(), back.as_bytes().len()), (id, Some(MemoryKind::Host), 64));
+/// ```
+#[derive(Clone, Copy, Debug, zerocopy::FromBytes, zerocopy::IntoBytes, zerocopy::KnownLayout, zerocopy::Immutable)]
+#[repr(C)]
+pub struct RegionToken {
+    /// The name to use on the wire: a whole region or one grant, in the owner's table.
+    pub region: RegionId,
+    /// The owner's region that the bytes lie in; shared memory is mapped by this name.
+    pub memory: RegionId,
+    /// First byte admitted, an offset in `memory`.
+    pub offset: u64,
+    /// Bytes from the first admitted one to the last.
+    pub len: u64,
+    /// The proof to show.
+    pub capability: Capability,
+    /// The owner's incarnation: a token of an earlier one is stale.
+    pub incarnation: u64,
+    /// Which epoch word of the owner's header page tells a reader of shared memory that the token still holds.
+    pub epoch_word: u32,
+    kind_device: u16,
+    kind_code: u8,
+    /// What peers may do.
+    pub rights: Rights,
+}
+
+const _: () = assert!(size_of::<RegionToken>() == 64);
+
+impl RegionToken {
+    /// A token of all its fields, in the order of the wire form except `kind` and `rights`, which come before the proof.
+    #[must_use]
+    #[allow(clippy::too_many_arguments)] // only the fabric and tests make tokens; a builder would repeat the struct
+    pub const fn new(
+        region: RegionId,
+        memory: RegionId,
+        offset: u64,
+        len: u64,
+        kind: MemoryKind,
+        rights: Rights,
+        capability: Capability,
+        incarnation: u64,
+        epoch_word: u32,
+    ) -> Self {
+        let (kind_code, kind_device) = kind.code();
+        Self { region, memory, offset, len, capability, incarnation, epoch_word, kind_device, kind_code, rights }
+    }
+
+    /// What sort of memory it names; `None` if this version does not know the kind.
+    #[must_use]
+    pub const fn kind(&self) -> Option<MemoryKind> {
+        MemoryKind::from_code(self.kind_code, self.kind_device)
+    }
+
+    /// Whether `len` bytes at `offset` lie inside what the token admits at most.
+    #[must_use]
+    pub fn admits(&self, offset: u64, len: u64) -> bool {
+        let (Some(end), Some(own_end)) = (offset.checked_add(len), self.offset.checked_add(self.len)) else {
+            return false;
+        };
+        offset >= self.offset && end <= own_end
+    }
+}
+
 impl Extent {
     /// The `len` bytes at `offset` of `region`. Bounds are checked by who knows the region.
     #[must_use]
@@ -214,6 +428,16 @@ mod tests {
     fn a_move_of_unequal_lengths_is_refused() {
         let refused = Move::new(Extent::new(A, 0, 1), Extent::new(B, 0, 2));
         assert_eq!(refused, Err(LengthsDiffer { source_len: 1, target_len: 2 }));
+    }
+
+    #[test]
+    fn a_token_admits_nothing_outside_its_hull() {
+        let mut token =
+            RegionToken::new(A, A, 100, 50, MemoryKind::Host, Rights::REMOTE_READ, Capability::new([0; 16]), 0, 0);
+        assert!(token.admits(100, 50) && token.admits(150, 0));
+        assert!(!token.admits(99, 1) && !token.admits(100, 51) && !token.admits(u64::MAX, 2));
+        token.len = u64::MAX;
+        assert!(!token.admits(100, 1), "a hull that overflows admits nothing");
     }
 
     #[test]
