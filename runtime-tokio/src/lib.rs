@@ -1,1 +1,10 @@
 //! Millpond on tokio: the thin adapter that gives `millpond-node` sockets, timers and threads.
+//!
+//! [`Tokio`] implements [`millpond_node::runtime::Runtime`]; what a node does with it lives in `millpond-node`.
+#![forbid(unsafe_code)]
+
+mod net;
+mod runtime;
+
+pub use net::{Readable, TcpListener, TcpStream};
+pub use runtime::{Tokio, run};

@@ -1,2 +1,6 @@
 //! Millpond's async layers that know no runtime: they compose core's decisions and hal's moves into nodes.
+//!
+//! Everything here is generic over [`runtime::Runtime`]; the adapters `millpond-tokio` and `millpond-smol` implement it.
 #![forbid(unsafe_code)]
+
+pub mod runtime;
