@@ -4,6 +4,7 @@
 //! fabric's business. Offsets and lengths are bytes. Invariant: the two extents of a [`Move`] have the same length, and
 //! no extent's end overflows a `u64`.
 
+use crate::seeded::{self, Bug};
 use crate::slab::Handle;
 
 /// Names a region in one node's region table, its own memory or a peer's that was attached.
@@ -345,7 +346,8 @@ impl Move {
     #[must_use]
     pub fn coalesced_with(&self, next: &Self) -> Option<Self> {
         let joined = self.len().checked_add(next.len())?;
-        (self.source.is_followed_by(&next.source) && self.target.is_followed_by(&next.target)).then_some(Self {
+        let target_continues = self.target.is_followed_by(&next.target) || seeded::on(Bug::BatchCoalescesOneSide);
+        (self.source.is_followed_by(&next.source) && target_continues).then_some(Self {
             source: Extent { len: joined, ..self.source },
             target: Extent { len: joined, ..self.target },
         })
@@ -409,8 +411,9 @@ impl Iterator for Split<'_> {
         let whole = self.rest.take().or_else(|| self.moves.next().copied())?;
         match whole.split_at(self.len_max) {
             Some((piece, rest)) if !rest.is_empty() => {
+                let is_last = rest.len() <= self.len_max;
                 self.rest = Some(rest);
-                Some(piece)
+                Some(if is_last && seeded::on(Bug::BatchSplitOverlaps) { whole } else { piece })
             }
             _ => Some(whole),
         }

@@ -10,10 +10,15 @@ extern crate alloc;
 #[cfg(feature = "std")]
 extern crate std;
 
+#[doc(hidden)]
+pub mod seeded;
+
 pub mod time;
 
 pub mod slab;
 
 pub mod batch;
+
+pub mod extent;
 
 pub mod layout;

@@ -1,0 +1,49 @@
+//! Bugs that can be switched on, so that a checker can be shown to find them.
+//!
+//! Without the feature `seeded-bugs` the question is answered `false` at compile time and nothing of this is left in the
+//! program. With it, a test selects at most one bug for its own thread.
+
+/// One deliberate bug.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Bug {
+    /// `extent`: a freed range is not joined with a free range before it.
+    ExtentForgetsToCoalesce,
+    /// `extent`: alignment is ignored where the first fitting range is not aligned itself.
+    ExtentIgnoresAlignment,
+    /// `page`: freeing a page leaves its epoch alone, so an old handle stays good.
+    PageKeepsEpoch,
+    /// `page`: a leased page may be freed.
+    PageFreesLeased,
+    /// `prefix`: splitting a run forgets who holds its head.
+    PrefixSplitLosesHolder,
+    /// `prefix`: eviction takes no notice of pins.
+    PrefixEvictsPinned,
+    /// `batch`: neighbours join when only their sources continue each other.
+    BatchCoalescesOneSide,
+    /// `batch`: the last piece of a split keeps the whole length.
+    BatchSplitOverlaps,
+}
+
+/// Whether `bug` is switched on for this thread.
+#[cfg(not(feature = "seeded-bugs"))]
+pub(crate) const fn on(_bug: Bug) -> bool {
+    false
+}
+
+#[cfg(feature = "seeded-bugs")]
+std::thread_local! {
+    static SELECTED: core::cell::Cell<Option<Bug>> = const { core::cell::Cell::new(None) };
+}
+
+/// Whether `bug` is switched on for this thread.
+#[cfg(feature = "seeded-bugs")]
+pub(crate) fn on(bug: Bug) -> bool {
+    SELECTED.get() == Some(bug)
+}
+
+/// Switches `bug` on for this thread, or all bugs off.
+#[cfg(feature = "seeded-bugs")]
+pub fn select(bug: Option<Bug>) {
+    SELECTED.set(bug);
+}
