@@ -19,6 +19,8 @@ pub mod slab;
 
 pub mod batch;
 
+pub mod page;
+
 pub mod extent;
 
 pub mod layout;
