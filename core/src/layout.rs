@@ -174,6 +174,11 @@ pub enum LayoutError {
         /// Its degree.
         degree: u32,
     },
+    /// The element type's number is not one of [`Dtype::code`].
+    UnknownDtype {
+        /// The number.
+        code: u32,
+    },
 }
 
 impl fmt::Display for LayoutError {
@@ -186,6 +191,9 @@ impl fmt::Display for LayoutError {
             ),
             Self::TooManyStages { layer_count, degree } => {
                 write!(f, "{layer_count} layers cannot fill {degree} pipeline stages; use at most {layer_count}")
+            }
+            Self::UnknownDtype { code } => {
+                write!(f, "element type {code} is unknown; it comes from a newer node, upgrade this one")
             }
             Self::RankOutOfRange { rank, degree } => write!(f, "rank {rank} must be below its degree {degree}"),
         }
@@ -218,6 +226,21 @@ impl Layout {
     #[must_use]
     pub const fn shape(&self) -> Shape {
         self.shape
+    }
+
+    /// The first field in which two layouts differ, for refusals; `None` if they are equal.
+    #[must_use]
+    pub fn difference(&self, other: &Self) -> Option<&'static str> {
+        let (a, b) = (self.shape, other.shape);
+        [
+            ("layer_count", a.layer_count == b.layer_count),
+            ("kv_head_count", a.kv_head_count == b.kv_head_count),
+            ("head_dim", a.head_dim == b.head_dim),
+            ("dtype", a.dtype == b.dtype),
+            ("block_tokens", a.block_tokens == b.block_tokens),
+        ]
+        .into_iter()
+        .find_map(|(field, equal)| (!equal).then_some(field))
     }
 
     /// Bytes of the keys (or the values) of one token in one layer.
@@ -549,16 +572,18 @@ mod tests {
     }
 
     #[test]
-    fn every_field_changes_the_fingerprint() {
+    fn every_field_changes_the_fingerprint_and_is_named() {
         let others = [
-            Shape { layer_count: 6, ..WHOLE },
-            Shape { kv_head_count: 5, ..WHOLE },
-            Shape { head_dim: 4, ..WHOLE },
-            Shape { dtype: Dtype::Bf16, ..WHOLE },
-            Shape { block_tokens: 5, ..WHOLE },
+            ("layer_count", Shape { layer_count: 6, ..WHOLE }),
+            ("kv_head_count", Shape { kv_head_count: 5, ..WHOLE }),
+            ("head_dim", Shape { head_dim: 4, ..WHOLE }),
+            ("dtype", Shape { dtype: Dtype::Bf16, ..WHOLE }),
+            ("block_tokens", Shape { block_tokens: 5, ..WHOLE }),
         ];
-        for other in others {
-            assert_ne!(Layout::new(other).unwrap().fingerprint(), whole().fingerprint(), "{other:?}");
+        for (field, other) in others {
+            let other = Layout::new(other).unwrap();
+            assert_ne!(other.fingerprint(), whole().fingerprint(), "{field}");
+            assert_eq!(other.difference(&whole()), Some(field));
         }
     }
 

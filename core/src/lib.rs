@@ -24,3 +24,5 @@ pub mod page;
 pub mod extent;
 
 pub mod layout;
+
+pub mod wire;

@@ -1,0 +1,4 @@
+//! What travels between nodes.
+
+#[cfg(feature = "alloc")]
+pub mod message;
