@@ -26,3 +26,5 @@ pub mod extent;
 pub mod layout;
 
 pub mod wire;
+
+pub mod quiet;

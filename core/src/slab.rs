@@ -45,7 +45,7 @@ impl fmt::Display for Handle {
 }
 
 /// One slot of a [`Slab`]: make an array or a boxed slice of `Slot::EMPTY` as its storage.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Slot<T> {
     epoch: u32,
     next_free: u32,
@@ -76,7 +76,7 @@ const NONE: u32 = u32::MAX;
 /// assert_eq!(slab.remove(a), Some('a'));
 /// assert_eq!(slab.get(a), None); // stale: refused, never guessed
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Slab<T, S> {
     slots: S,
     free_head: u32,
@@ -182,6 +182,17 @@ impl<T, S: AsRef<[Slot<T>]> + AsMut<[Slot<T>]>> Slab<T, S> {
         let used = self.used_count as usize;
         (0u32..).zip(self.slots.as_ref()[..used].iter()).filter_map(|(index, slot)| {
             slot.value.as_ref().map(|value| (Handle { slot: index, epoch: slot.epoch }, value))
+        })
+    }
+}
+
+impl<T, S: AsRef<[Slot<T>]> + AsMut<[Slot<T>]>> Slab<T, S> {
+    /// All entries in slot order, to change. O(capacity).
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (Handle, &mut T)> {
+        let used = self.used_count as usize;
+        (0u32..).zip(self.slots.as_mut()[..used].iter_mut()).filter_map(|(index, slot)| {
+            let epoch = slot.epoch;
+            slot.value.as_mut().map(|value| (Handle { slot: index, epoch }, value))
         })
     }
 }
