@@ -17,6 +17,8 @@ pub mod time;
 
 pub mod slab;
 
+pub mod hash;
+
 pub mod batch;
 
 pub mod page;
