@@ -1,2 +1,12 @@
 //! Millpond's hardware abstraction layer: one contract for every backend, one safe shell (`fabric`) in front of it.
+//!
+//! `contract` says what a backend promises; `fabric` checks once for all of them; `region` decides who may touch which bytes.
+//! hal moves what it is told to move: it never resolves, dials or accepts, and does not know what a store is.
+//!
+//! # Where `unsafe` lives
+//! Only in `contract` (the traits), `mapping`, `region`, and the files of `backend` that say so in their first lines.
 #![deny(unsafe_code)]
+
+pub mod backend;
+pub mod contract;
+pub mod mapping;

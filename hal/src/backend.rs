@@ -1,0 +1,1 @@
+//! The backends, one module each. Each keeps [`crate::contract`] and passes the conformance suite.
