@@ -3,4 +3,8 @@
 //! Everything here is generic over [`runtime::Runtime`]; the adapters `millpond-tokio` and `millpond-smol` implement it.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "http")]
+pub mod http;
+#[cfg(feature = "http")]
+pub mod router;
 pub mod runtime;

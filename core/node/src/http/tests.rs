@@ -1,0 +1,157 @@
+//! The API over a generator that says what the test wants.
+
+use futures::executor::block_on;
+use futures::future::{BoxFuture, FutureExt};
+use futures::stream::{self, StreamExt};
+use millpond_core::time::Duration;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::router::{Failure, Finish, Generate, Generation, Generator, Offer, Piece, Prompt, Token};
+
+/// Repeats the prompt, a word a piece; fails where the prompt says so.
+struct Parrot;
+
+impl Generator for Parrot {
+    fn offers(&self) -> Vec<Offer> {
+        vec![Offer { name: "parrot".into(), context: 64 }]
+    }
+
+    fn generate(&self, request: Generate) -> BoxFuture<'static, Result<Generation, Failure>> {
+        let text = match &request.prompt {
+            Prompt::Text(text) => text.clone(),
+            Prompt::Chat(messages) => messages[0].content.clone(),
+            _ => String::new(),
+        };
+        async move {
+            match text.as_str() {
+                _ if request.model != "parrot" => {
+                    return Err(Failure::UnknownModel { asked: request.model, known: vec!["parrot".into()] });
+                }
+                "busy" => {
+                    let retry_after = Duration::from_millis(1_500);
+                    return Err(Failure::Busy { reason: "64 requests wait".into(), retry_after });
+                }
+                _ => {}
+            }
+            let mut pieces: Vec<_> = text
+                .split_inclusive(' ')
+                .map(|word| {
+                    if word == "die" {
+                        return Err(Failure::NodeLost { role: "decode", tokens: 1, detail: "reset".into() });
+                    }
+                    let logprob = Some(-0.5);
+                    let alternatives = vec![(word.to_owned(), -0.5)];
+                    let token = Token { id: 1, text: word.into(), logprob, alternatives };
+                    Ok(Piece { text: word.into(), tokens: vec![token], finish: None })
+                })
+                .collect();
+            if let Some(Ok(last)) = pieces.last_mut() {
+                last.finish = Some(Finish::Length);
+            }
+            Ok(Generation { prompt_tokens: 9, cached_tokens: 4, pieces: stream::iter(pieces).boxed() })
+        }
+        .boxed()
+    }
+
+    fn explain(&self, id: &str) -> Option<Value> {
+        (id == "req-1").then(|| json!({"id": id}))
+    }
+}
+
+fn api() -> Api {
+    Api::new(std::sync::Arc::new(Parrot), Pages::new("router"))
+}
+
+fn post(path: &str, body: &Value) -> Reply {
+    block_on(api().answer(Request::new(Method::Post, path, body.to_string().into_bytes())))
+}
+
+fn value(reply: Reply) -> Value {
+    serde_json::from_str(&reply.text().expect("a whole reply")).expect("JSON")
+}
+
+/// The events of a streamed reply; the last is the text `[DONE]`.
+fn events(reply: Reply) -> Vec<Value> {
+    assert_eq!(reply.status(), 200);
+    let bytes: Vec<u8> = block_on(reply.into_chunks().concat());
+    let text = String::from_utf8(bytes).unwrap();
+    let mut events: Vec<&str> = text.split("\n\n").collect();
+    assert_eq!(events.pop(), Some(""), "every event ends in an empty line");
+    assert_eq!(events.pop(), Some("data: [DONE]"));
+    events.iter().map(|event| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap()).collect()
+}
+
+#[test]
+fn a_whole_completion_has_text_finish_and_usage() {
+    let value = value(post("/v1/completions", &json!({"model": "parrot", "prompt": "one two"})));
+    assert_eq!(value["object"], "text_completion");
+    assert_eq!(value["choices"][0]["text"], "one two");
+    assert_eq!(value["choices"][0]["finish_reason"], "length");
+    assert_eq!(value["choices"][0]["logprobs"], Value::Null);
+    let usage = json!({"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 4}});
+    assert_eq!(value["usage"], usage);
+}
+
+#[test]
+fn a_streamed_chat_opens_with_the_role_and_closes_with_the_usage() {
+    let body = json!({"model": "parrot", "stream": true, "stream_options": {"include_usage": true},
+        "messages": [{"role": "user", "content": "one two"}]});
+    let events = events(post("/v1/chat/completions", &body));
+    assert_eq!(events.len(), 4);
+    assert_eq!(events[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
+    assert_eq!(events[1]["choices"][0]["delta"], json!({"content": "one "}));
+    assert_eq!(events[2]["choices"][0]["finish_reason"], "length");
+    assert_eq!(events[3]["choices"], json!([]));
+    assert_eq!(events[3]["usage"]["completion_tokens"], 2);
+    assert!(events.iter().all(|event| event["id"] == events[0]["id"]));
+}
+
+#[test]
+fn log_probabilities_come_in_each_endpoints_own_shape() {
+    let completion = json!({"model": "parrot", "prompt": "one two", "logprobs": 1});
+    let value = value(post("/v1/completions", &completion));
+    assert_eq!(value["choices"][0]["logprobs"]["text_offset"], json!([0, 4]));
+    assert_eq!(value["choices"][0]["logprobs"]["token_logprobs"], json!([-0.5, -0.5]));
+    let chat = json!({"model": "parrot", "logprobs": true, "messages": [{"role": "user", "content": "é"}]});
+    let reply = post("/v1/chat/completions", &chat);
+    let value: Value = serde_json::from_str(&reply.text().unwrap()).unwrap();
+    assert_eq!(value["choices"][0]["logprobs"]["content"][0]["bytes"], json!([0xc3, 0xa9]));
+}
+
+#[test]
+fn a_failure_before_the_first_token_is_a_status() {
+    let reply = post("/v1/completions", &json!({"model": "gpt", "prompt": "hi"}));
+    assert_eq!(reply.status(), 404);
+    assert!(reply.text().unwrap().contains("use one of: parrot"));
+    let reply = post("/v1/completions", &json!({"model": "parrot", "prompt": "busy"}));
+    assert_eq!(reply.status(), 429);
+    assert!(reply.headers.contains(&("retry-after", "2".into())), "{:?}", reply.headers);
+}
+
+#[test]
+fn a_failure_in_mid_stream_is_an_error_event_and_still_ends_properly() {
+    let body = json!({"model": "parrot", "prompt": "one die", "stream": true});
+    let events = events(post("/v1/completions", &body));
+    assert_eq!(events[1]["error"]["code"], "node_lost");
+}
+
+#[test]
+fn a_failure_in_mid_answer_is_a_status_while_nothing_was_sent() {
+    let reply = post("/v1/completions", &json!({"model": "parrot", "prompt": "one die"}));
+    assert_eq!(reply.status(), 502);
+}
+
+#[test]
+fn paths_and_methods_that_are_not_there_are_named() {
+    let ask = |method, path: &str| block_on(api().answer(Request::new(method, path, Vec::new())));
+    assert_eq!(ask(Method::Get, "/v1/completions").status(), 405);
+    assert_eq!(ask(Method::Get, "/v2").status(), 404);
+    assert_eq!(ask(Method::Post, "/health").status(), 405);
+    assert_eq!(ask(Method::Get, "/v1/models/parrot").status(), 200);
+    assert_eq!(ask(Method::Get, "/v1/models/gpt").status(), 404);
+    assert_eq!(ask(Method::Get, "/v1/requests/req-1").status(), 200);
+    assert_eq!(ask(Method::Get, "/v1/requests/req-2").status(), 404);
+    assert_eq!(ask(Method::Post, "/v1/completions").status(), 400);
+}
