@@ -19,6 +19,8 @@ pub mod slab;
 
 pub mod hash;
 
+pub mod evict;
+
 pub mod batch;
 
 pub mod page;
