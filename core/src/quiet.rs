@@ -12,6 +12,7 @@
 //! - an attempt said to be fenced or untouched never lands afterwards;
 //! - every attempt ends, as done, untouched, fenced or lost, since closing a lane is always in our power.
 
+use crate::seeded::{Bug, on};
 use crate::slab::{Full, Handle, Slab, Slot};
 
 /// Lanes that one initiator may have to one target at a time.
@@ -99,6 +100,8 @@ pub enum Discard {
     StaleLane,
     /// Overtaken by a cancel on its lane.
     Cancelled,
+    /// The same frame came before, or a later one of its lane did. Not to be answered: the first one is.
+    Duplicate,
     /// Names a reservation that is fenced, free, or somebody else's by now.
     StaleReservation,
 }
@@ -142,6 +145,7 @@ display_by! {
     Discard: |why| match why {
         Discard::StaleLane => "the frame comes from a lane that was replaced; post it again on a current lane",
         Discard::Cancelled => "the frame was overtaken by its cancel",
+        Discard::Duplicate => "the frame, or a later one of its lane, came before",
         Discard::StaleReservation => "the memory named is not reserved any more; ask for a new grant",
     };
     Refused: |why| match why {
@@ -187,11 +191,13 @@ struct LaneState {
     generation: u64,
     /// Frames with a smaller serial were overtaken by a cancel.
     floor: u64,
+    /// One more than the largest serial seen: a frame below it comes twice, or too late.
+    next: u64,
     reach: Reach,
     is_open: bool,
 }
 
-const NO_LANE: LaneState = LaneState { generation: 0, floor: 0, reach: Reach::Checked, is_open: false };
+const NO_LANE: LaneState = LaneState { generation: 0, floor: 0, next: 0, reach: Reach::Checked, is_open: false };
 
 /// The end that owns memory. `R` stores reservations, `P` peers, both from the caller.
 ///
@@ -264,7 +270,7 @@ where
             peer.incarnation = name.incarnation;
             peer.lanes = [NO_LANE; LANES_PER_PEER_MAX];
         }
-        peer.lanes[index] = LaneState { generation: name.generation, floor: 0, reach, is_open: true };
+        peer.lanes[index] = LaneState { generation: name.generation, reach, is_open: true, ..NO_LANE };
         Ok(Lane { peer: handle, index: name.index, generation: name.generation })
     }
 
@@ -274,15 +280,36 @@ where
         (state.is_open && state.generation == lane.generation).then_some((peer, state))
     }
 
-    /// Whether bytes of this frame may land in `reservation` now. Ask for each piece that is copied, and copy before
-    /// anything else is done to this machine: between two pieces the memory may have been fenced. O(1).
-    pub fn admit(&self, lane: Lane, stamp: &Stamp, reservation: Handle) -> Result<(), Discard> {
+    /// A frame of an attempt begins. Once per frame, before the first [`Target::admit`]: what comes twice is told apart
+    /// here, so that a refusal afterwards truly says that nothing landed. O(1).
+    pub fn on_frame(&mut self, lane: Lane, stamp: &Stamp) -> Result<(), Discard> {
         let (peer, state) = self.lane(lane).ok_or(Discard::StaleLane)?;
         if stamp.lane.incarnation != peer.incarnation || stamp.lane.generation != state.generation {
             return Err(Discard::StaleLane);
         }
-        if stamp.serial < state.floor {
-            return Err(Discard::Cancelled);
+        if stamp.serial < state.next {
+            return Err(Discard::Duplicate);
+        }
+        if let Some(peer) = self.peers.get_mut(lane.peer) {
+            peer.lanes[usize::from(lane.index)].next = stamp.serial.saturating_add(1);
+        }
+        Ok(())
+    }
+
+    /// Whether bytes of this frame may land in `reservation` now. Ask for each piece that is copied, and copy before
+    /// anything else is done to this machine: between two pieces the memory may have been fenced. O(1).
+    pub fn admit(&self, lane: Lane, stamp: &Stamp, reservation: Handle) -> Result<(), Discard> {
+        if !on(Bug::QuietSkipsLaneCheck) {
+            let (peer, state) = self.lane(lane).ok_or(Discard::StaleLane)?;
+            if stamp.lane.incarnation != peer.incarnation || stamp.lane.generation != state.generation {
+                return Err(Discard::StaleLane);
+            }
+            if stamp.serial < state.floor {
+                return Err(Discard::Cancelled);
+            }
+        }
+        if on(Bug::QuietSkipsFenceCheck) {
+            return Ok(());
         }
         match self.reservations.get(reservation).map(|entry| entry.state) {
             Some(Memory::Reserved | Memory::Usable) => Ok(()),
@@ -304,8 +331,9 @@ where
     pub fn on_cancel(&mut self, lane: Lane, serial: u64) -> Result<(), Discard> {
         self.lane(lane).ok_or(Discard::StaleLane)?;
         let peer = self.peers.get_mut(lane.peer).ok_or(Discard::StaleLane)?;
-        let floor = &mut peer.lanes[usize::from(lane.index)].floor;
-        *floor = serial.max(*floor);
+        let state = &mut peer.lanes[usize::from(lane.index)];
+        state.floor = serial.max(state.floor);
+        state.next = serial.saturating_add(1).max(state.next);
         Ok(())
     }
 
@@ -358,6 +386,10 @@ where
     /// Ends the reservation; its memory may be given to somebody else. Refused unless it is quiet.
     pub fn free(&mut self, reservation: Handle) -> Result<(), NotFree> {
         match self.memory(reservation).ok_or(NotFree::Stale)? {
+            Memory::Fenced if on(Bug::QuietFreesExposed) => {
+                self.reservations.remove(reservation);
+                Ok(())
+            }
             Memory::Quiet => {
                 self.reservations.remove(reservation);
                 Ok(())
@@ -554,6 +586,11 @@ impl<S: AsRef<[Slot<Attempt>]> + AsMut<[Slot<Attempt>]>> Initiator<S> {
     fn of_slice(&self, ticket: u64, slice: u32) -> impl Iterator<Item = &Attempt> {
         let is_hit = move |stamp: &Stamp| stamp.ticket == ticket && stamp.slice == slice;
         self.attempts.iter().map(|(_, attempt)| attempt).filter(move |attempt| is_hit(&attempt.stamp))
+    }
+
+    /// Where one attempt stands; `None` once its ticket was ended.
+    pub fn progress(&self, stamp: &Stamp) -> Option<Progress> {
+        self.attempts.iter().find(|(_, attempt)| attempt.stamp == *stamp).map(|(_, attempt)| attempt.progress)
     }
 
     /// What is known about a slice. A slice that was never posted is quiet and untouched. O(attempts).

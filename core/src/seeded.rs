@@ -23,6 +23,12 @@ pub enum Bug {
     BatchCoalescesOneSide,
     /// `batch`: the last piece of a split keeps the whole length.
     BatchSplitOverlaps,
+    /// `quiet`: frames of replaced lanes are admitted.
+    QuietSkipsLaneCheck,
+    /// `quiet`: frames that name fenced or freed memory are admitted.
+    QuietSkipsFenceCheck,
+    /// `quiet`: memory that a direct lane still reaches is freed.
+    QuietFreesExposed,
 }
 
 /// Whether `bug` is switched on for this thread.
