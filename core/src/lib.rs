@@ -32,3 +32,6 @@ pub mod layout;
 pub mod wire;
 
 pub mod quiet;
+
+#[cfg(feature = "alloc")]
+pub mod directory;

@@ -4,3 +4,5 @@
 pub mod session;
 
 pub mod wire;
+
+pub mod directory;

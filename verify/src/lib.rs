@@ -1,1 +1,3 @@
 //! Slow, obvious oracles and the harnesses that compare the product against them.
+
+pub mod directory;
