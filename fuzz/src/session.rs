@@ -22,7 +22,7 @@ pub fn run(data: &[u8]) {
 fn config(node: u8, keyed: bool) -> Config {
     let identity = Identity { node: [node; 16], incarnation: node.into(), host: HostIdentity::UNKNOWN };
     let layout = Some(KvLayout { layers: 2, kv_heads: 2, head_dim: 8, page_tokens: 16, dtype: 1 });
-    let config = Config::new(Hello { purpose: Purpose::Lane { generation: 1 }, identity, layout });
+    let config = Config::new(Hello { purpose: Purpose::Lane { index: 1, generation: 1 }, identity, layout });
     if keyed { config.with_key(Key::new(b"a key that no input knows")) } else { config }
 }
 
@@ -83,7 +83,7 @@ mod tests {
         super::run(&[4]);
         super::run(&[6]);
         for message in 0..4 {
-            for place in 0..144 {
+            for place in 0..152 {
                 super::run(&[4, message, place, 0x10]);
             }
         }

@@ -6,6 +6,9 @@
 
 use core::fmt;
 
+pub use super::code::{AckCode, GoodbyeReason};
+pub use super::violation::{EncodeError, Violation};
+
 use xxhash_rust::xxh3::xxh3_64;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -21,13 +24,14 @@ pub const EXTENT_LEN: usize = size_of::<WireExtent>();
 /// Bytes of one proof in a frame's table.
 pub const PROOF_LEN: usize = size_of::<Proof>();
 /// Bytes of an arrival in a frame's table.
-pub const ARRIVAL_LEN: usize = 16;
+pub const ARRIVAL_LEN: usize = 24;
 /// Bytes of the checksum that follows the (padded) data of a frame that says so.
 pub const TRAILER_LEN: usize = 8;
 
 const FLAG_ARRIVAL: u8 = 1;
 const FLAG_CHECKSUM: u8 = 2;
 const FLAG_LAST: u8 = 4;
+const FLAG_TOUCHED: u8 = 8;
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
@@ -37,12 +41,12 @@ struct Header {
     flags: u8,
     count: U16,
     ticket: U64,
-    generation: U32,
+    generation: U64,
     slice: U32,
     attempt: U16,
     code: U16,
     detail: U32,
-    data_len: U64,
+    data_len: U32,
 }
 
 /// A range of a region of the node that receives the frame, as it lies in a frame's table.
@@ -150,7 +154,7 @@ impl fmt::Debug for Proof {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Tag {
     /// Generation of the lane; larger ones replace smaller ones.
-    pub generation: u32,
+    pub generation: u64,
     /// The initiator's ticket.
     pub ticket: u64,
     /// Which piece of the ticket.
@@ -159,119 +163,21 @@ pub struct Tag {
     pub attempt: u16,
 }
 
-/// "Add `amount` to `counter` of the grant once these bytes lie there": counted, never ordered.
+/// "Add `amount` to `counter` of `region` once these bytes lie there": counted, never ordered.
 ///
 /// ```
+/// use millpond_core::batch::RegionId;
 /// use millpond_core::wire::frame::Arrival;
-/// assert_eq!(Arrival { counter: 2, amount: 1 }.counter, 2);
+/// assert_eq!(Arrival { region: RegionId { slot: 1, epoch: 1 }, counter: 2, amount: 1 }.counter, 2);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Arrival {
-    /// Which counter, by agreement between the two ends.
+    /// The region or grant that keeps the counter.
+    pub region: Handle,
+    /// Which counter of it, by agreement between the two ends.
     pub counter: u64,
     /// How much to add.
     pub amount: u64,
-}
-
-macro_rules! codes {
-    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $value:literal => $text:literal,)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        #[non_exhaustive]
-        pub enum $name { $($(#[$variant_doc])* $variant,)* }
-
-        impl $name {
-            /// Every value, in the order of its code.
-            pub const ALL: &[Self] = &[$(Self::$variant),*];
-
-            /// The number on the wire.
-            #[must_use]
-            pub const fn code(self) -> u16 {
-                match self { $(Self::$variant => $value,)* }
-            }
-
-            /// The value that `code` stands for, if there is one.
-            #[must_use]
-            pub const fn from_code(code: u16) -> Option<Self> {
-                match code { $($value => Some(Self::$variant),)* _ => None }
-            }
-        }
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(match self { $(Self::$variant => $text,)* })
-            }
-        }
-    };
-}
-
-codes! {
-    /// How a write or a read ended at the target.
-    ///
-    /// ```
-    /// use millpond_core::wire::frame::AckCode;
-    /// assert_eq!(AckCode::from_code(AckCode::Done.code()), Some(AckCode::Done));
-    /// ```
-    AckCode {
-        /// All bytes are where they should be, and visible there.
-        Done = 0 => "done",
-        /// The region is gone: released, closed, or its slot was given to another.
-        StaleRegion = 1 => "the region is gone; ask its owner for a new token",
-        /// The region's capability was not proven on this lane, or wrongly.
-        NotProven = 2 => "the region's capability is not proven on this lane; send it before the first use",
-        /// The range is not inside what the region or grant admits.
-        OutOfBounds = 3 => "the range lies outside the region or grant; check offset and length",
-        /// The region does not grant this access.
-        NoRight = 4 => "the region does not grant this access; ask its owner for the right",
-        /// The payload's checksum did not match; the target's bytes are undefined.
-        BadChecksum = 5 => "the payload arrived damaged; write it again",
-        /// A cancel, or a newer attempt or lane, overtook the frame.
-        Cancelled = 6 => "cancelled before it was complete",
-        /// The target has no room for the request now.
-        Busy = 7 => "the target has no room now; retry later",
-        /// The target's device failed.
-        Failed = 8 => "the target's device failed; its log says why",
-        /// The memory's kind cannot be moved by this lane.
-        WrongKind = 9 => "this lane cannot move that kind of memory; use another transport",
-    }
-}
-
-codes! {
-    /// What had happened at the target to a ticket when it became quiet there.
-    ///
-    /// ```
-    /// use millpond_core::wire::frame::QuietCode;
-    /// assert_eq!(QuietCode::ALL.len(), 3);
-    /// ```
-    QuietCode {
-        /// Everything that was asked was done.
-        Done = 0 => "done",
-        /// Not one byte was changed.
-        Untouched = 1 => "untouched",
-        /// Some bytes were changed, or the target does not know.
-        Unknown = 2 => "some bytes may have changed",
-    }
-}
-
-codes! {
-    /// Why one end closes a lane.
-    ///
-    /// ```
-    /// use millpond_core::wire::frame::GoodbyeReason;
-    /// assert_eq!(GoodbyeReason::Idle.to_string(), "the lane was idle");
-    /// ```
-    GoodbyeReason {
-        /// Nothing moved for long; open a lane again when there is work.
-        Idle = 0 => "the lane was idle",
-        /// The node is going away in order.
-        Draining = 1 => "the node is draining",
-        /// A lane of a newer generation took over.
-        Replaced = 2 => "a newer lane took over",
-        /// The other end broke the protocol.
-        Violation = 3 => "the peer broke the protocol",
-        /// No progress within the deadline.
-        Stalled = 4 => "no progress within the deadline",
-    }
 }
 
 /// The head of one frame. What follows it on the lane is said by [`Frame::trail`].
@@ -296,7 +202,7 @@ pub enum Frame<'a> {
         /// Whether a CRC-32C of the data follows it.
         checksummed: bool,
     },
-    /// Asks for the bytes of extents; answered by data frames, or by an ack that says why not.
+    /// Asks for the bytes of extents; answered by data frames and then an ack.
     Read {
         /// Whose attempt it is.
         tag: Tag,
@@ -305,7 +211,7 @@ pub enum Frame<'a> {
         /// Whether the data frames shall carry a CRC-32C.
         checksummed: bool,
     },
-    /// Part of the answer to a read.
+    /// Part of the answer to a read; good only once the ack of the read says so.
     Data {
         /// Tag of the read.
         tag: Tag,
@@ -313,19 +219,23 @@ pub enum Frame<'a> {
         offset: u64,
         /// Bytes of data that follow.
         data_len: u64,
-        /// Whether the read is complete after this part.
-        last: bool,
         /// Whether a CRC-32C of this part follows it.
         checksummed: bool,
     },
-    /// A write is done, or a write or read was refused.
+    /// How extents of a write or read ended. Extents that no ack names are done once the last ack is there.
     Ack {
         /// Tag of the write or read.
         tag: Tag,
-        /// How it ended.
+        /// How they ended.
         code: AckCode,
-        /// Index of the extent at fault, 0 if none is.
+        /// Index of the first of them in the frame's table.
         extent_index: u32,
+        /// How many; 0 only for [`AckCode::Done`].
+        extent_count: u32,
+        /// Whether the target's memory may have changed all the same.
+        touched: bool,
+        /// Whether the frame is complete: no further ack follows for it.
+        last: bool,
     },
     /// Asks the target to leave a ticket's memory alone: every attempt up to the tag's, every slice.
     Cancel {
@@ -336,27 +246,25 @@ pub enum Frame<'a> {
     Quiet {
         /// Tag of the cancel.
         tag: Tag,
-        /// What had happened by then.
-        code: QuietCode,
     },
     /// Asks for a pong.
     Ping {
         /// Generation of the lane.
-        generation: u32,
+        generation: u64,
         /// Comes back in the pong.
         nonce: u64,
     },
     /// Answers a ping.
     Pong {
         /// Generation of the lane.
-        generation: u32,
+        generation: u64,
         /// The ping's nonce.
         nonce: u64,
     },
     /// How much may be sent over the lane's whole life; only ever grows.
     Credit {
         /// Generation of the lane.
-        generation: u32,
+        generation: u64,
         /// Bytes of writes sent plus bytes of reads asked for, in total.
         data_len_total: u64,
         /// Write and read frames, in total.
@@ -365,14 +273,14 @@ pub enum Frame<'a> {
     /// Nothing follows; the lane will be closed.
     Goodbye {
         /// Generation of the lane.
-        generation: u32,
+        generation: u64,
         /// Why.
         reason: GoodbyeReason,
     },
     /// Shows the capabilities of regions that later frames of this lane name. A later proof for a slot replaces the earlier.
     Prove {
         /// Generation of the lane.
-        generation: u32,
+        generation: u64,
         /// One per region.
         proofs: &'a [Proof],
     },
@@ -460,79 +368,6 @@ pub enum Parsed<'a> {
     },
 }
 
-/// How bytes broke the protocol. The lane they came from is closed; nothing else is.
-///
-/// ```
-/// use millpond_core::wire::frame::{parse, Violation};
-/// assert_eq!(parse(&[0xff; 40]), Err(Violation::UnknownKind(0xff)));
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Violation {
-    /// No frame has this kind.
-    UnknownKind(u8),
-    /// The kind does not know these flags.
-    UnknownFlags(u8),
-    /// The kind does not know this code.
-    UnknownCode(u16),
-    /// The header's checksum does not match its bytes.
-    BadHeaderChecksum,
-    /// More table entries than [`MOVES_MAX`], or none where the kind needs one.
-    BadCount(u16),
-    /// More data than [`DATA_LEN_MAX`], or extents that do not add up to it, or whose ends overflow.
-    BadDataLen(u64),
-    /// A field that the kind does not use is not zero.
-    ReservedNotZero,
-}
-
-impl fmt::Display for Violation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::UnknownKind(kind) => write!(f, "no frame has kind {kind}; the peers speak different versions"),
-            Self::UnknownFlags(flags) => write!(f, "flags {flags:#x} do not belong to the frame's kind"),
-            Self::UnknownCode(code) => write!(f, "code {code} does not belong to the frame's kind"),
-            Self::BadHeaderChecksum => f.write_str("a frame's header is damaged; open the lane again"),
-            Self::BadCount(count) => write!(f, "a frame has {count} table entries; 1 to {MOVES_MAX} are allowed"),
-            Self::BadDataLen(len) => {
-                write!(f, "a frame of {len} bytes: not the sum of its extents, or over {DATA_LEN_MAX}")
-            }
-            Self::ReservedNotZero => f.write_str("a field that must be zero is not"),
-        }
-    }
-}
-
-impl core::error::Error for Violation {}
-
-/// Why a frame was not encoded.
-///
-/// ```
-/// use millpond_core::wire::frame::{EncodeError, Frame};
-/// let ping = Frame::Ping { generation: 1, nonce: 1 };
-/// assert_eq!(ping.encode(&mut [0; 8]), Err(EncodeError::NoRoom { head_len: 40 }));
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum EncodeError {
-    /// The buffer is shorter than the head.
-    NoRoom {
-        /// Bytes of the head.
-        head_len: usize,
-    },
-    /// The receiver would refuse the frame; cut the work into smaller frames.
-    Invalid(Violation),
-}
-
-impl fmt::Display for EncodeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoRoom { head_len } => write!(f, "the frame's head needs {head_len} bytes of room"),
-            Self::Invalid(violation) => write!(f, "the receiver would refuse the frame: {violation}"),
-        }
-    }
-}
-
-impl core::error::Error for EncodeError {}
-
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Write,
@@ -576,7 +411,8 @@ impl Kind {
         match self {
             Self::Write => FLAG_ARRIVAL | FLAG_CHECKSUM,
             Self::Read => FLAG_CHECKSUM,
-            Self::Data => FLAG_CHECKSUM | FLAG_LAST,
+            Self::Data => FLAG_CHECKSUM,
+            Self::Ack => FLAG_LAST | FLAG_TOUCHED,
             _ => 0,
         }
     }
@@ -606,9 +442,8 @@ impl Kind {
     const fn uses(self) -> [bool; 5] {
         match self {
             Self::Write | Self::Read | Self::Data => [true, true, false, false, true],
-            Self::Ack => [true, true, true, true, false],
-            Self::Cancel => [true, true, false, false, false],
-            Self::Quiet => [true, true, true, false, false],
+            Self::Ack => [true; 5],
+            Self::Cancel | Self::Quiet => [true, true, false, false, false],
             Self::Ping | Self::Pong => [true, false, false, false, false],
             Self::Goodbye => [false, false, true, false, false],
             Self::Credit | Self::Prove => [false; 5],
@@ -670,13 +505,13 @@ fn read<'a>(header: &Header, kind: Kind, table: &'a [u8]) -> Result<Frame<'a>, V
         slice: header.slice.get(),
         attempt: header.attempt.get(),
     };
-    let (generation, code, data_len) = (tag.generation, header.code.get(), header.data_len.get());
+    let (generation, code, data_len) = (tag.generation, header.code.get(), u64::from(header.data_len.get()));
     let given =
         [tag.ticket != 0, tag.slice != 0 || tag.attempt != 0, code != 0, header.detail.get() != 0, data_len != 0];
     if given.iter().zip(kind.uses()).any(|(given, used)| *given && !used) {
         return Err(Violation::ReservedNotZero);
     }
-    if data_len > DATA_LEN_MAX {
+    if kind != Kind::Ack && data_len > DATA_LEN_MAX {
         return Err(Violation::BadDataLen(data_len));
     }
     let (fixed, entries) = table.split_at(kind.fixed_len(header.flags));
@@ -684,25 +519,34 @@ fn read<'a>(header: &Header, kind: Kind, table: &'a [u8]) -> Result<Frame<'a>, V
     let bad_code = Violation::UnknownCode(code);
     Ok(match kind {
         Kind::Write => {
-            let arrival = (!fixed.is_empty()).then(|| Arrival { counter: word(fixed, 0), amount: word(fixed, 1) });
+            let arrival = (!fixed.is_empty()).then(|| Arrival {
+                region: handle(word(fixed, 0)),
+                counter: word(fixed, 1),
+                amount: word(fixed, 2),
+            });
             Frame::Write { tag, extents: extents(entries, data_len)?, arrival, checksummed }
         }
         Kind::Read => Frame::Read { tag, extents: extents(entries, data_len)?, checksummed },
         Kind::Data => {
-            let (offset, last) = (word(fixed, 0), header.flags & FLAG_LAST != 0);
+            let offset = word(fixed, 0);
             if offset.checked_add(data_len).is_none_or(|end| end > DATA_LEN_MAX) {
                 return Err(Violation::BadDataLen(data_len));
             }
-            Frame::Data { tag, offset, data_len, last, checksummed }
+            Frame::Data { tag, offset, data_len, checksummed }
         }
         Kind::Ack => {
             let code = AckCode::from_code(code).ok_or(bad_code)?;
-            Frame::Ack { tag, code, extent_index: header.detail.get() }
+            let (first, extent_count) = (header.detail.get(), header.data_len.get());
+            let max = u32::from(MOVES_MAX);
+            if first > max || extent_count > max - first || (extent_count == 0) != (code == AckCode::Done) {
+                return Err(Violation::BadExtentRange { first, count: extent_count });
+            }
+            let (touched, last) = (header.flags & FLAG_TOUCHED != 0, header.flags & FLAG_LAST != 0);
+            Frame::Ack { tag, code, extent_index: first, extent_count, touched, last }
         }
-        Kind::Cancel if tag.slice != 0 => return Err(Violation::ReservedNotZero),
+        Kind::Cancel | Kind::Quiet if tag.slice != 0 => return Err(Violation::ReservedNotZero),
         Kind::Cancel => Frame::Cancel { tag },
-        Kind::Quiet if tag.slice != 0 => return Err(Violation::ReservedNotZero),
-        Kind::Quiet => Frame::Quiet { tag, code: QuietCode::from_code(code).ok_or(bad_code)? },
+        Kind::Quiet => Frame::Quiet { tag },
         Kind::Ping => Frame::Ping { generation, nonce: tag.ticket },
         Kind::Pong => Frame::Pong { generation, nonce: tag.ticket },
         Kind::Credit => Frame::Credit { generation, data_len_total: word(fixed, 0), frame_count_total: word(fixed, 1) },
@@ -712,6 +556,11 @@ fn read<'a>(header: &Header, kind: Kind, table: &'a [u8]) -> Result<Frame<'a>, V
             Frame::Prove { generation, proofs }
         }
     })
+}
+
+#[allow(clippy::cast_possible_truncation)] // the halves are taken apart on purpose
+const fn handle(word: u64) -> Handle {
+    Handle { slot: word as u32, epoch: (word >> 32) as u32 }
 }
 
 fn extents(entries: &[u8], data_len: u64) -> Result<&[WireExtent], Violation> {
@@ -750,14 +599,14 @@ impl<'a> Frame<'a> {
 
     /// The lane generation it belongs to.
     #[must_use]
-    pub fn generation(&self) -> u32 {
+    pub fn generation(&self) -> u64 {
         match *self {
             Self::Write { tag, .. }
             | Self::Read { tag, .. }
             | Self::Data { tag, .. }
             | Self::Ack { tag, .. }
             | Self::Cancel { tag }
-            | Self::Quiet { tag, .. } => tag.generation,
+            | Self::Quiet { tag } => tag.generation,
             Self::Ping { generation, .. }
             | Self::Pong { generation, .. }
             | Self::Credit { generation, .. }
@@ -774,10 +623,11 @@ impl<'a> Frame<'a> {
                 (Kind::Write, arrival | checksum(checksummed), extents.as_bytes())
             }
             Self::Read { extents, checksummed, .. } => (Kind::Read, checksum(checksummed), extents.as_bytes()),
-            Self::Data { last, checksummed, .. } => {
-                (Kind::Data, checksum(checksummed) | if last { FLAG_LAST } else { 0 }, &[])
+            Self::Data { checksummed, .. } => (Kind::Data, checksum(checksummed), &[]),
+            Self::Ack { touched, last, .. } => {
+                let touched = if touched { FLAG_TOUCHED } else { 0 };
+                (Kind::Ack, touched | if last { FLAG_LAST } else { 0 }, &[])
             }
-            Self::Ack { .. } => (Kind::Ack, 0, &[]),
             Self::Cancel { .. } => (Kind::Cancel, 0, &[]),
             Self::Quiet { .. } => (Kind::Quiet, 0, &[]),
             Self::Ping { .. } => (Kind::Ping, 0, &[]),
@@ -813,36 +663,36 @@ impl<'a> Frame<'a> {
         Ok(head_len)
     }
 
-    fn words(&self) -> [u64; 2] {
+    fn words(&self) -> [u64; 3] {
         match *self {
-            Self::Write { arrival: Some(arrival), .. } => [arrival.counter, arrival.amount],
-            Self::Data { offset, .. } => [offset, 0],
-            Self::Credit { data_len_total, frame_count_total, .. } => [data_len_total, frame_count_total],
-            _ => [0; 2],
+            Self::Write { arrival: Some(Arrival { region, counter, amount }), .. } => {
+                [u64::from(region.epoch) << 32 | u64::from(region.slot), counter, amount]
+            }
+            Self::Data { offset, .. } => [offset, 0, 0],
+            Self::Credit { data_len_total, frame_count_total, .. } => [data_len_total, frame_count_total, 0],
+            _ => [0; 3],
         }
     }
 
     fn header(&self, kind: Kind, flags: u8, count: u16) -> Header {
+        // What does not fit is over every limit, and `read` says so.
+        let narrow = |len| u32::try_from(len).unwrap_or(u32::MAX);
         let (mut code, mut detail, mut data_len) = (0, 0, 0);
         let plain = |generation| Tag { generation, ..Tag::default() };
         let tag = match *self {
             Self::Write { tag, extents, .. } | Self::Read { tag, extents, .. } => {
-                data_len = sum(extents).unwrap_or(u64::MAX);
+                data_len = sum(extents).map_or(u32::MAX, narrow);
                 tag
             }
             Self::Data { tag, data_len: len, .. } => {
-                data_len = len;
+                data_len = narrow(len);
                 tag
             }
-            Self::Ack { tag, code: ack, extent_index } => {
-                (code, detail) = (ack.code(), extent_index);
+            Self::Ack { tag, code: ack, extent_index, extent_count, .. } => {
+                (code, detail, data_len) = (ack.code(), extent_index, extent_count);
                 tag
             }
-            Self::Cancel { tag } => tag,
-            Self::Quiet { tag, code: quiet } => {
-                code = quiet.code();
-                tag
-            }
+            Self::Cancel { tag } | Self::Quiet { tag } => tag,
             Self::Ping { generation, nonce } | Self::Pong { generation, nonce } => {
                 Tag { ticket: nonce, ..plain(generation) }
             }
@@ -897,7 +747,7 @@ mod tests {
     #[test]
     fn every_flipped_bit_of_a_head_is_noticed() {
         let extents = [extent(0, 5)];
-        let arrival = Some(Arrival { counter: 1, amount: 1 });
+        let arrival = Some(Arrival { region: Handle { slot: 1, epoch: 1 }, counter: 1, amount: 1 });
         let (mut bytes, len) = encoded(Frame::Write { tag: TAG, extents: &extents, arrival, checksummed: true });
         for bit in 0..len * 8 {
             bytes[bit / 8] ^= 1 << (bit % 8);
@@ -921,7 +771,7 @@ mod tests {
     #[test]
     fn unused_fields_must_be_zero() {
         let (mut bytes, len) = encoded(Frame::Ping { generation: 1, nonce: 9 });
-        bytes[24] = 1; // attempt
+        bytes[28] = 1; // attempt
         reseal(&mut bytes);
         assert_eq!(parse(&bytes[..len]), Err(Violation::ReservedNotZero));
     }

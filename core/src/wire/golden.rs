@@ -8,7 +8,7 @@ use std::string::String;
 use std::vec::Vec;
 use std::{format, fs};
 
-use super::frame::{AckCode, Arrival, Frame, GoodbyeReason, Parsed, Proof, QuietCode, Tag, WireExtent, parse};
+use super::frame::{AckCode, Arrival, Frame, GoodbyeReason, Parsed, Proof, Tag, WireExtent, parse};
 use super::hello::{Field, Hello, HostIdentity, Identity, KvLayout, Purpose, Refusal};
 use super::session::{Config, Key, Session, State};
 use zerocopy::IntoBytes;
@@ -32,21 +32,27 @@ fn check(name: &str, bytes: &[u8]) {
 
 #[test]
 fn frames_have_the_frozen_bytes() {
-    let tag = Tag { generation: 0x0102_0304, ticket: 0x1112_1314_1516_1718, slice: 0x2122_2324, attempt: 0x3132 };
+    let tag =
+        Tag { generation: 0x0102_0304_0506_0708, ticket: 0x1112_1314_1516_1718, slice: 0x2122_2324, attempt: 0x3132 };
     let region = RegionId { slot: 0x41, epoch: 0x43 };
     let extents = [Extent::new(region, 0x5000, 5).into(), Extent::new(region, 0x6000, 4096).into()];
     let extents: &[WireExtent] = &extents;
     let proofs = [Proof::new(region, Capability::new(*b"0123456789abcdef"))];
     let (generation, whole) = (tag.generation, Tag { slice: 0, ..tag });
-    let arrival = Some(Arrival { counter: 0x71, amount: 0x72 });
+    let arrival = Some(Arrival { region, counter: 0x71, amount: 0x72 });
+    let ack = |code, extent_index, extent_count| {
+        let last = code == AckCode::Done;
+        Frame::Ack { tag, code, extent_index, extent_count, touched: !last, last }
+    };
     let frames = [
         ("write", Frame::Write { tag, extents, arrival: None, checksummed: false }),
         ("write_arrival", Frame::Write { tag, extents, arrival, checksummed: true }),
         ("read", Frame::Read { tag, extents, checksummed: true }),
-        ("data", Frame::Data { tag, offset: 0x1000, data_len: 5, last: true, checksummed: true }),
-        ("ack", Frame::Ack { tag, code: AckCode::OutOfBounds, extent_index: 1 }),
+        ("data", Frame::Data { tag, offset: 0x1000, data_len: 5, checksummed: true }),
+        ("ack", ack(AckCode::Done, 0, 0)),
+        ("ack_refused", ack(AckCode::OutOfBounds, 1, 2)),
         ("cancel", Frame::Cancel { tag: whole }),
-        ("quiet", Frame::Quiet { tag: whole, code: QuietCode::Unknown }),
+        ("quiet", Frame::Quiet { tag: whole }),
         ("ping", Frame::Ping { generation, nonce: 0x81 }),
         ("pong", Frame::Pong { generation, nonce: 0x81 }),
         ("credit", Frame::Credit { generation, data_len_total: 0x91, frame_count_total: 0x92 }),
@@ -74,7 +80,7 @@ fn config(node: u8) -> Config {
     let host = HostIdentity { boot: [0x61; 16], namespaces: [0x62, 0x63, 0x64] };
     let layout = Some(KvLayout { layers: 30, kv_heads: 3, head_dim: 64, page_tokens: 16, dtype: 1 });
     let identity = Identity { node: [node; 16], incarnation: 0x51, host };
-    Config::new(Hello { purpose: Purpose::Lane { generation: 3 }, identity, layout })
+    Config::new(Hello { purpose: Purpose::Lane { index: 1, generation: 3 }, identity, layout })
 }
 
 #[test]

@@ -115,7 +115,7 @@ impl Versions {
 ///
 /// ```
 /// use millpond_core::wire::hello::Purpose;
-/// assert_ne!(Purpose::Control, Purpose::Lane { generation: 1 });
+/// assert_ne!(Purpose::Control, Purpose::Lane { index: 0, generation: 1 });
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
@@ -123,23 +123,25 @@ pub enum Purpose {
     Control,
     /// Data frames.
     Lane {
-        /// Chosen by the dialer; a larger one replaces the lanes before it.
-        generation: u32,
+        /// Which of the dialer's lanes to this node.
+        index: u8,
+        /// How often that lane was dialed, from 1; a larger one replaces the connections before it.
+        generation: u64,
     },
 }
 
 impl Purpose {
-    const fn code(self) -> (u8, u32) {
+    const fn code(self) -> (u8, u8, u64) {
         match self {
-            Self::Control => (1, 0),
-            Self::Lane { generation } => (2, generation),
+            Self::Control => (1, 0, 0),
+            Self::Lane { index, generation } => (2, index, generation),
         }
     }
 
-    const fn from_code(code: u8, generation: u32) -> Option<Self> {
-        match (code, generation) {
-            (1, 0) => Some(Self::Control),
-            (2, generation) => Some(Self::Lane { generation }),
+    const fn from_code(code: u8, index: u8, generation: u64) -> Option<Self> {
+        match (code, index, generation) {
+            (1, 0, 0) => Some(Self::Control),
+            (2, index, generation) => Some(Self::Lane { index, generation }),
             _ => None,
         }
     }
@@ -445,22 +447,23 @@ impl WireIdentity {
 pub(super) struct HelloBody {
     purpose: u8,
     auth: u8,
-    reserved: U16,
-    generation: U32,
+    lane_index: u8,
+    reserved: [u8; 5],
+    generation: U64,
     identity: WireIdentity,
     pub(super) nonce: [u8; 32],
 }
 
 impl HelloBody {
     pub(super) fn new(hello: &Hello, auth: u8, nonce: [u8; 32]) -> Self {
-        let (purpose, generation) = hello.purpose.code();
+        let (purpose, lane_index, generation) = hello.purpose.code();
         let identity = WireIdentity::new(&hello.identity, hello.layout);
-        Self { purpose, auth, reserved: U16::ZERO, generation: generation.into(), identity, nonce }
+        Self { purpose, auth, lane_index, reserved: [0; 5], generation: generation.into(), identity, nonce }
     }
 
     /// What it says, and its authentication code; `None` if the purpose is unknown.
     pub(super) fn read(&self) -> Option<(Hello, u8)> {
-        let purpose = Purpose::from_code(self.purpose, self.generation.get())?;
+        let purpose = Purpose::from_code(self.purpose, self.lane_index, self.generation.get())?;
         let (identity, layout) = self.identity.read();
         Some((Hello { purpose, identity, layout }, self.auth))
     }

@@ -5,11 +5,15 @@
 //! bytes, or a typed violation), never looks beyond what it was given, and every frame has exactly one encoding. `SPEC.md`
 //! next to this file is the description for other implementations; the files in `golden/` freeze it.
 
+mod code;
+
 pub mod frame;
 
 pub mod hello;
 
 pub mod session;
+
+mod violation;
 
 #[cfg(feature = "alloc")]
 pub mod message;

@@ -493,7 +493,7 @@ mod tests {
 
     fn config(node: u8) -> Config {
         let identity = Identity { node: [node; 16], incarnation: 1, host: HostIdentity::UNKNOWN };
-        Config::new(Hello { purpose: Purpose::Lane { generation: 3 }, identity, layout: None })
+        Config::new(Hello { purpose: Purpose::Lane { index: 1, generation: 3 }, identity, layout: None })
     }
 
     /// Runs both ends to the end; `damage` may change each message on its way (its number, its bytes).
@@ -528,7 +528,7 @@ mod tests {
                 panic!("{dialer:?} {acceptor:?}");
             };
             assert_eq!((server.hello.identity.node, client.hello.identity.node), ([2; 16], [1; 16]));
-            assert_eq!(client.hello.purpose, Purpose::Lane { generation: 3 });
+            assert_eq!(client.hello.purpose, Purpose::Lane { index: 1, generation: 3 });
             assert_eq!((server.authenticated, client.authenticated), (key.is_some(), key.is_some()));
         }
     }
@@ -550,7 +550,7 @@ mod tests {
     fn with_a_key_no_changed_bit_goes_unnoticed() {
         let keyed = |node| config(node).with_key(Key::new(b"k"));
         for number in 0..4 {
-            let len = [144, 80, 48, 144][number];
+            let len = [152, 80, 48, 144][number];
             for bit in (0..len * 8).step_by(3) {
                 let (dialer, acceptor) = shake(keyed(1), keyed(2), |at, message: &mut Vec<u8>| {
                     if at == number {
