@@ -27,6 +27,8 @@ pub mod page;
 
 pub mod extent;
 
+pub mod prefix;
+
 pub mod layout;
 
 pub mod wire;
