@@ -4,9 +4,15 @@
 //! hal moves what it is told to move: it never resolves, dials or accepts, and does not know what a store is.
 //!
 //! # Where `unsafe` lives
-//! Only in `contract` (the traits), `mapping`, `region`, and the files of `backend` that say so in their first lines.
+//! Only in `contract` (the traits), `mapping`, `region`, `copy` (and `copy_x86`, `copy_plain`), `fabric::table`, and the files
+//! of `backend` that say so in their first lines.
 #![deny(unsafe_code)]
 
 pub mod backend;
 pub mod contract;
+pub mod copy;
+#[cfg_attr(all(target_arch = "x86_64", not(miri)), path = "copy_x86.rs")]
+#[cfg_attr(not(all(target_arch = "x86_64", not(miri))), path = "copy_plain.rs")]
+mod copy_arch;
 pub mod mapping;
+pub mod region;
