@@ -424,7 +424,13 @@ pub struct Proven {
 }
 
 /// The fabric as a device sees it while it is polled.
-pub trait Inbound {
+///
+/// # Safety
+/// - Every pointer that [`Inbound::resolve`] gives is valid for the range and access asked for until the `poll` in which it
+///   was given returns; for [`Access::Write`] nobody else reads or writes there meanwhile, except that raw regions may be
+///   touched by their owner, by copies, at any time.
+#[allow(unsafe_code)]
+pub unsafe trait Inbound {
     /// The peer on `link` shows the capability of `region`. Once this was `Ok` the link may name it until it closes.
     fn prove(&mut self, link: LinkId, region: RegionId, capability: Capability) -> Result<Proven, Refusal>;
 
@@ -590,7 +596,10 @@ pub unsafe trait Memory {
     fn share_header(&mut self, header: &Arc<crate::mapping::HeaderPage>);
 
     /// A local region that batches may name from now on.
-    fn register(&mut self, memory: &RegionMemory) -> Result<(), RegisterError>;
+    ///
+    /// # Safety
+    /// - `memory` describes memory that stays mapped until [`Memory::release`] of it returns.
+    unsafe fn register(&mut self, memory: &RegionMemory) -> Result<(), RegisterError>;
 
     /// Forgets a local region. No batch in flight names it. When this returns the device holds no pointer into it.
     fn release(&mut self, region: RegionId);
@@ -617,8 +626,12 @@ pub unsafe trait Transport {
     fn close(&mut self, link: LinkId, reason: LinkDownReason);
 
     /// Starts a batch, and pushes it as far as it goes without waiting. An `Err` started nothing.
+    ///
+    /// # Safety
+    /// - Each local range of the list is valid until `Finished` was reported for the ticket: for [`Access::Write`] moves for
+    ///   reads, for [`Access::Read`] moves for writes, with nobody else touching it (raw regions: see the module).
     #[allow(clippy::result_large_err)] // the batch comes back by design, once per refused post
-    fn post(&mut self, now: Instant, post: Post) -> Result<(), NotPosted>;
+    unsafe fn post(&mut self, now: Instant, post: Post) -> Result<(), NotPosted>;
 
     /// Asks a batch to end early. `Finished` follows, also if the peer must be asked first. Unknown tickets are ignored.
     fn cancel(&mut self, now: Instant, ticket: TicketId);
