@@ -6,7 +6,7 @@
 //!
 //! Invariants:
 //! - a visible object has at least one replica, and every replica lies in a segment of an owner in the table;
-//! - one slot of one segment holds at most one replica, and a node holds at most one replica of an object;
+//! - one slot of one segment holds at most one replica, and a segment at most one of an object;
 //! - a version is the [`Stamp`] of the event that stored it; a lower version never replaces a higher one;
 //! - a replica with a running lease or a pin is never given up to eviction;
 //! - every change of the index is one numbered event, and every lost object one entry of the removal history.

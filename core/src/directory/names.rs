@@ -63,6 +63,14 @@ pub struct Location {
     pub generation: u32,
 }
 
+impl Location {
+    /// Whether both lie in the same segment of the same node.
+    #[must_use]
+    pub fn is_beside(&self, other: &Self) -> bool {
+        self.node == other.node && self.segment == other.segment
+    }
+}
+
 /// A place in a shard's history: terms, and events within a term. Later is larger.
 ///
 /// ```

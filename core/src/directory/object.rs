@@ -397,7 +397,7 @@ impl Directory {
             return Err(Refusal::Superseded);
         }
         let Some(object) = self.objects.get(key) else { return Err(Refusal::Missing) };
-        if object.replicas.iter().any(|replica| replica.node == at.node) {
+        if object.replicas.iter().any(|replica| replica.is_beside(&at)) {
             return Ok(Committed::AlreadyThere { version, len });
         }
         if object.replicas.len() >= self.limits.replicas_max {

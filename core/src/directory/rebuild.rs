@@ -145,8 +145,8 @@ impl Directory {
         let late_mutable = entry.mutable && self.rebuilding(now).is_none();
         match visible {
             Some((version, len, replicas)) if version == entry.version => {
-                let crowded = replicas.len() >= self.limits.replicas_max
-                    || replicas.iter().any(|replica| replica.node == at.node);
+                let crowded =
+                    replicas.len() >= self.limits.replicas_max || replicas.iter().any(|replica| replica.is_beside(&at));
                 if len != entry.len || crowded {
                     return retire(Reason::Dropped);
                 }

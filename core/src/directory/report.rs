@@ -55,8 +55,8 @@ impl Directory {
                 if !held.is_some_and(|held| held.generation == at.generation && held.key == *key) {
                     return Some(format!("{} lies at {at:?}, which the slot does not know", key.escape_ascii()));
                 }
-                if object.replicas.iter().filter(|other| other.node == at.node).count() > 1 {
-                    return Some(format!("{} lies twice on node {}", key.escape_ascii(), at.node));
+                if object.replicas.iter().filter(|other| other.is_beside(at)).count() > 1 {
+                    return Some(format!("{} lies twice in segment {} of {}", key.escape_ascii(), at.segment, at.node));
                 }
             }
         }

@@ -284,7 +284,7 @@ impl Oracle {
                 if object.version != version || object.len != commit.len {
                     return Err(Refusal::Superseded);
                 }
-                if self.places(key).iter().any(|place| place.node == at.node) {
+                if self.places(key).iter().any(|place| place.node == at.node && place.segment == at.segment) {
                     return Ok(Committed::AlreadyThere { version, len: commit.len });
                 }
                 if self.places(key).len() >= limits.replicas_max {
@@ -348,7 +348,8 @@ impl Oracle {
         if let Some(object) = self.object(&entry.key).cloned() {
             if object.version == entry.version {
                 let places = self.places(&entry.key);
-                let crowded = places.len() >= limits.replicas_max || places.iter().any(|place| place.node == at.node);
+                let crowded = places.len() >= limits.replicas_max
+                    || places.iter().any(|place| place.node == at.node && place.segment == at.segment);
                 if object.len != entry.len || crowded {
                     return retire(Reason::Dropped);
                 }

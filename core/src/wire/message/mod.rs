@@ -3,6 +3,10 @@
 //! A number is never used again for something else. Messages grow by new fields only, so that mixed versions understand
 //! each other. `rpc` is what all families travel in.
 
+pub mod directory;
+
 pub mod rpc;
 
 pub mod serve;
+
+pub mod store;
