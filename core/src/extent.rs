@@ -26,7 +26,7 @@ const NONE: u32 = u32::MAX;
 const EPOCH_LAST: u32 = u32::MAX - 3;
 /// Ranges looked at in the bin that may hold a fit, before one from a larger bin is split.
 const SCAN_FIRST: u32 = 8;
-/// Ranges looked at in all before the segment is called full.
+/// Ranges looked at in all before the segment is called full: with at most this many free ranges, a fit is never missed.
 pub const SCAN_MAX: u32 = 64;
 
 /// One range of an [`Extents`]: make an array or boxed slice of `Node::EMPTY` as its storage. `n` live ranges need at most
@@ -380,7 +380,7 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
     /// A free range that fits `units` at a multiple of `align`.
     fn find(&self, units: u32, align: u32) -> Option<u32> {
         let (row, step) = bin_of(units);
-        if let Some(index) = self.scan_bin(row, step, (units, align), SCAN_FIRST) {
+        if let Some(index) = self.scan_bin((row, step), (units, align), &mut { SCAN_FIRST }) {
             return Some(index);
         }
         let sure = units.checked_add(align - 1).map(bin_of).and_then(|(row, step)| self.bin_above(row, step));
@@ -391,22 +391,19 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
         let mut bin = Some((row, step));
         let mut budget = SCAN_MAX;
         while let (Some((row, step)), true) = (bin, budget > 0) {
-            if let Some(index) = self.scan_bin(row, step, (units, align), budget) {
+            if let Some(index) = self.scan_bin((row, step), (units, align), &mut budget) {
                 return Some(index);
             }
-            budget = budget.saturating_sub(SCAN_FIRST);
             bin = self.bin_above(row, step);
         }
         None
     }
 
-    /// The first of at most `budget` ranges of a bin that fits.
-    fn scan_bin(&self, row: u32, step: u32, (units, align): (u32, u32), budget: u32) -> Option<u32> {
+    /// The first range of a bin that fits; looks at no more than `budget` ranges and takes them off it.
+    fn scan_bin(&self, (row, step): (u32, u32), (units, align): (u32, u32), budget: &mut u32) -> Option<u32> {
         let mut at = self.bins[row as usize][step as usize];
-        for _ in 0..budget {
-            if at == NONE {
-                return None;
-            }
+        while at != NONE && *budget > 0 {
+            *budget -= 1;
             let node = self.node(at);
             let pad = align_up(node.offset, align).checked_sub(node.offset);
             if pad.and_then(|pad| node.len.checked_sub(pad)).is_some_and(|len| len >= units) {

@@ -402,8 +402,9 @@ impl<K: Key, B: AsRef<[Block<K>]> + AsMut<[Block<K>]>, R: AsRef<[Run<W>]> + AsMu
         }
     }
 
-    /// Takes out the block at the end of the leaf that was not used for longest; `None` if all is pinned. O(1), plus one
-    /// pass over pinned leaves that came to the old end.
+    /// Takes out the block at the end of the leaf that was not used for longest; `None` if all is pinned. Unheld blocks that
+    /// nothing follows any more go with it, unnamed. O(1), plus one pass over pinned leaves that came to the old end: those
+    /// count as used.
     pub fn evict(&mut self) -> Option<Evicted<K, W>> {
         for _ in 0..=self.pinned_runs {
             let run = (self.arena.oldest != NONE).then_some(self.arena.oldest)?;
@@ -417,6 +418,7 @@ impl<K: Key, B: AsRef<[Block<K>]> + AsMut<[Block<K>]>, R: AsRef<[Run<W>]> + AsMu
             let name = self.arena.drop_last(run)?;
             if self.arena.run(run).last == NONE {
                 self.forget_run(run, parent);
+                self.prune(parent);
             }
             return Some(Evicted { block, name, holders });
         }

@@ -6,3 +6,24 @@ pub mod session;
 pub mod wire;
 
 pub mod directory;
+
+pub mod batch;
+
+pub mod page;
+
+pub mod extent;
+
+pub mod prefix;
+
+/// Eight bytes: what to do, and with what. Any eight bytes are a valid operation of every list.
+pub type Op = [u8; 8];
+
+/// The operations in `data`; a rest shorter than one is left out.
+///
+/// ```
+/// assert_eq!(millpond_fuzz::ops(&[7; 20]).len(), 2);
+/// ```
+#[must_use]
+pub fn ops(data: &[u8]) -> Vec<Op> {
+    data.chunks_exact(8).map(|op| op.try_into().expect("chunks of eight")).collect()
+}
