@@ -3,6 +3,8 @@
 //! Everything here is generic over [`runtime::Runtime`]; the adapters `millpond-tokio` and `millpond-smol` implement it.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "engine")]
+pub mod engine;
 #[cfg(feature = "http")]
 pub mod http;
 #[cfg(feature = "http")]

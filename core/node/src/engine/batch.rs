@@ -1,0 +1,293 @@
+//! What a caller hands to the engine: a list of moves between memory here and memory of peers.
+//!
+//! A batch owns the memory it names: a write holds a share of the bytes it sends, a read holds the buffer it fills, both
+//! until the request ended. It does not know a path; it may name a transport, a class, deadlines and an arrival counter.
+//! Invariant: both sides of a request have the same length.
+
+use millpond_core::time::Duration;
+
+use super::remote::RemoteExtent;
+use super::{RegionBuf, RegionBytes};
+
+/// A list of reads and writes that starts with one call and ends as one [`Transfer`](super::Transfer), with a status per
+/// request.
+///
+/// Requests keep the order in which they were added and carry their index; they may finish in any order, and nothing is
+/// promised about bytes that two requests of one batch write to the same place. One allocation per batch, none per
+/// request once [`Batch::with_capacity`] was right; [`Report::into_batch`](super::Report::into_batch) gives the
+/// allocation back for the next one.
+///
+/// ```
+/// use millpond_core::time::Duration;
+/// use millpond_node::engine::{Batch, Class};
+/// let batch = Batch::new().class(Class::Bulk).progress_deadline(Duration::from_secs(2));
+/// assert!(batch.is_empty());
+/// assert_eq!(batch.bytes(), 0);
+/// ```
+#[derive(Debug, Default)]
+pub struct Batch {
+    pub(super) requests: Vec<Request>,
+    pub(super) settings: Settings,
+}
+
+/// How a batch travels. Plain data, kept apart from the requests.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Settings {
+    pub(super) class: Class,
+    pub(super) via: Via,
+    pub(super) deadline: Option<Duration>,
+    pub(super) progress_deadline: Option<Duration>,
+    pub(super) arrival: Option<Arrival>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { class: Class::Foreground, via: Via::Auto, deadline: None, progress_deadline: None, arrival: None }
+    }
+}
+
+/// One move of a batch, with the memory it holds.
+#[derive(Debug)]
+pub(super) enum Request {
+    /// Bytes from here into a peer's memory.
+    Write {
+        /// What to send.
+        source: RegionBytes,
+        /// Where it goes.
+        target: RemoteExtent,
+    },
+    /// Bytes of a peer into memory here.
+    Read {
+        /// What to fetch.
+        source: RemoteExtent,
+        /// Where it goes.
+        target: RegionBuf,
+    },
+}
+
+impl Request {
+    pub(super) fn remote(&self) -> &RemoteExtent {
+        match self {
+            Self::Write { target, .. } => target,
+            Self::Read { source, .. } => source,
+        }
+    }
+}
+
+/// What a batch is for; batches of different classes share a link fairly, those of one class in order of arrival.
+///
+/// ```
+/// use millpond_node::engine::Class;
+/// assert_eq!(Class::default(), Class::Foreground);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Class {
+    /// Somebody waits for it: KV pages of a running request.
+    #[default]
+    Foreground,
+    /// Nobody waits yet: prefetch, write-back.
+    Background,
+    /// Large and patient: weights, draining, repair.
+    Bulk,
+}
+
+/// Which transport carries a batch.
+///
+/// A named transport is used or the batch fails within a second; only `Auto` chooses.
+///
+/// ```
+/// use millpond_node::engine::Via;
+/// assert_eq!("shm".parse::<Via>(), Ok(Via::Shm));
+/// assert_eq!(Via::Tcp.to_string(), "tcp");
+/// assert!("carrier-pigeon".parse::<Via>().unwrap_err().to_string().contains("auto, local, shm, tcp"));
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Via {
+    /// The best path both nodes share now.
+    #[default]
+    Auto,
+    /// Copies inside this process; the peer must be this engine itself.
+    Local,
+    /// Shared memory between processes of one host.
+    Shm,
+    /// Kernel TCP.
+    Tcp,
+}
+
+/// A transport name nobody knows.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name:?} is no transport; use one of auto, local, shm, tcp")]
+pub struct UnknownTransport {
+    /// The name as it was given.
+    pub name: String,
+}
+
+impl std::str::FromStr for Via {
+    type Err = UnknownTransport;
+
+    fn from_str(name: &str) -> Result<Self, UnknownTransport> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "local" => Ok(Self::Local),
+            "shm" => Ok(Self::Shm),
+            "tcp" => Ok(Self::Tcp),
+            _ => Err(UnknownTransport { name: name.to_owned() }),
+        }
+    }
+}
+
+impl std::fmt::Display for Via {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Local => "local",
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+        })
+    }
+}
+
+/// What the target counts when the writes of a batch have become visible there: it adds `amount` to counter `counter` of
+/// the grant they name, once per batch and grant. Counted, never ordered.
+///
+/// ```
+/// use millpond_node::engine::Arrival;
+/// let layer_7_complete = Arrival { counter: 7, amount: 1 };
+/// assert_eq!(layer_7_complete.amount, 1);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Arrival {
+    /// Which counter of the grant; the two sides agree on its meaning (a layer, a request).
+    pub counter: u64,
+    /// How much to add.
+    pub amount: u64,
+}
+
+impl Batch {
+    /// An empty batch: foreground, automatic path, the engine's progress deadline, no total deadline, no arrival.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Like [`Batch::new`], with room for `count` requests.
+    #[must_use]
+    pub fn with_capacity(count: usize) -> Self {
+        Self { requests: Vec::with_capacity(count), settings: Settings::default() }
+    }
+
+    /// Adds a write of all of `source` to the first bytes of `target`.
+    ///
+    /// # Panics
+    /// If the two lengths differ: cut the extent or the bytes first.
+    #[must_use]
+    pub fn write(mut self, source: RegionBytes, target: RemoteExtent) -> Self {
+        self.push_write(source, target);
+        self
+    }
+
+    /// Adds a read of `source` into all of `target`. The buffer comes back with the [`Report`](super::Report).
+    ///
+    /// # Panics
+    /// If the two lengths differ.
+    #[must_use]
+    pub fn read(mut self, source: RemoteExtent, target: RegionBuf) -> Self {
+        self.push_read(source, target);
+        self
+    }
+
+    /// [`Batch::write`] for loops. Returns the request's index.
+    ///
+    /// # Panics
+    /// If the two lengths differ.
+    pub fn push_write(&mut self, source: RegionBytes, target: RemoteExtent) -> usize {
+        assert_eq!(bytes_of(source.len()), target.len(), "a write copies equal lengths; cut the extent or the bytes");
+        self.requests.push(Request::Write { source, target });
+        self.requests.len() - 1
+    }
+
+    /// [`Batch::read`] for loops. Returns the request's index.
+    ///
+    /// # Panics
+    /// If the two lengths differ.
+    pub fn push_read(&mut self, source: RemoteExtent, target: RegionBuf) -> usize {
+        assert_eq!(source.len(), bytes_of(target.len()), "a read copies equal lengths; cut the extent or the buffer");
+        self.requests.push(Request::Read { source, target });
+        self.requests.len() - 1
+    }
+
+    /// Sets the class.
+    #[must_use]
+    pub fn class(mut self, class: Class) -> Self {
+        self.settings.class = class;
+        self
+    }
+
+    /// Names the transport.
+    #[must_use]
+    pub fn via(mut self, via: Via) -> Self {
+        self.settings.via = via;
+        self
+    }
+
+    /// Ends whatever is unfinished `span` after submission, however well it goes. Default: none.
+    #[must_use]
+    pub fn deadline(mut self, span: Duration) -> Self {
+        self.settings.deadline = Some(span);
+        self
+    }
+
+    /// Ends the batch once nothing of it moved for `span`. Default: [`Options::progress_deadline`](super::Options).
+    #[must_use]
+    pub fn progress_deadline(mut self, span: Duration) -> Self {
+        self.settings.progress_deadline = Some(span);
+        self
+    }
+
+    /// Has the target count when the writes of this batch arrived.
+    #[must_use]
+    pub fn arrival(mut self, arrival: Arrival) -> Self {
+        self.settings.arrival = Some(arrival);
+        self
+    }
+
+    /// Requests in the batch.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Whether it holds no request.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Bytes it moves in all.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.requests.iter().map(|request| request.remote().len()).sum()
+    }
+
+    /// Drops all requests and keeps settings and allocation.
+    pub fn clear(&mut self) {
+        self.requests.clear();
+    }
+
+    /// Takes the requests apart again: the buffers of its reads, in order, for a caller whose submit was refused.
+    #[must_use]
+    pub fn into_buffers(self) -> Vec<RegionBuf> {
+        let buffer = |request| match request {
+            Request::Read { target, .. } => Some(target),
+            Request::Write { .. } => None,
+        };
+        self.requests.into_iter().filter_map(buffer).collect()
+    }
+}
+
+/// A length in memory as a length on the wire.
+pub(super) fn bytes_of(len: usize) -> u64 {
+    u64::try_from(len).unwrap_or(u64::MAX)
+}

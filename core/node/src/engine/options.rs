@@ -1,0 +1,70 @@
+//! What an engine is told once, at its start.
+
+use millpond_core::time::Duration;
+use millpond_core::wire::hello::Identity;
+use millpond_core::wire::session::Key;
+
+use super::batch::Via;
+
+/// Bounds and defaults of an engine. Every bound that is reached is answered with
+/// [`SubmitErrorKind::Busy`](super::SubmitErrorKind) and a hint when to try again.
+///
+/// ```
+/// use millpond_core::time::Duration;
+/// use millpond_core::wire::hello::{HostIdentity, Identity};
+/// use millpond_node::engine::Options;
+/// let identity = Identity { node: [1; 16], incarnation: 1, host: HostIdentity::UNKNOWN };
+/// let mut options = Options::new(identity);
+/// options.progress_deadline = Duration::from_secs(2);
+/// assert_eq!(options.lanes_per_peer_max, 2);
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Options {
+    /// Who this node is.
+    pub identity: Identity,
+    /// The shared key of the cluster; `None`: peers are not authenticated.
+    pub key: Option<Key>,
+    /// How long nothing may move before a batch is given up. Default 5 s.
+    pub progress_deadline: Duration,
+    /// How long dialling, hello and proof of a lane may take. Default 900 ms.
+    pub connect_deadline: Duration,
+    /// Transports that may be used, best first. Default: local, shm, tcp.
+    pub transports: Vec<Via>,
+    /// Lanes to one peer over one transport. Default 2, at most
+    /// [`LANES_PER_PEER_MAX`](millpond_core::quiet::LANES_PER_PEER_MAX).
+    pub lanes_per_peer_max: u8,
+    /// Batches of all peers that may be queued or under way. Default 4096.
+    pub transfers_max: u32,
+    /// Bytes that may be queued or under way to one peer. Default 4 GiB.
+    pub bytes_per_peer_max: u64,
+    /// How long a side that just worked keeps polling before it sleeps; zero never spins. Default 20 µs.
+    pub spin: Duration,
+    /// Peers that may be known at a time. Default 1024.
+    pub peers_max: u32,
+}
+
+impl Options {
+    /// The defaults for a node with this identity.
+    #[must_use]
+    pub fn new(identity: Identity) -> Self {
+        Self {
+            identity,
+            key: None,
+            progress_deadline: Duration::from_secs(5),
+            connect_deadline: Duration::from_millis(900),
+            transports: vec![Via::Local, Via::Shm, Via::Tcp],
+            lanes_per_peer_max: 2,
+            transfers_max: 4096,
+            bytes_per_peer_max: 4 << 30,
+            spin: Duration::from_micros(20),
+            peers_max: 1024,
+        }
+    }
+
+    /// Whether `via` may be used; `Auto` always may.
+    #[must_use]
+    pub fn allows(&self, via: Via) -> bool {
+        via == Via::Auto || self.transports.contains(&via)
+    }
+}

@@ -1,0 +1,106 @@
+//! Another node, as the engine knows it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use millpond_core::wire::hello::Identity;
+
+use super::batch::Via;
+
+/// A node whose memory can be read and written, by [`Engine::open`](super::Engine::open) or because it opened us. Cheap to
+/// clone; it names the node in its present incarnation, whatever lanes come and go.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    pub(super) inner: Arc<PeerInner>,
+}
+
+#[derive(Debug)]
+pub(super) struct PeerInner {
+    pub(super) identity: Identity,
+    /// Where to dial it; `None`: it dials us.
+    pub(super) address: Option<SocketAddr>,
+    pub(super) is_self: bool,
+}
+
+/// Why a node could not be opened.
+///
+/// ```
+/// use millpond_node::engine::OpenError;
+/// assert!(OpenError::Late.to_string().contains("connect deadline"));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// Nobody answered there.
+    #[error("cannot connect to {address}: {why}; check that the node runs and the address is right")]
+    Connect {
+        /// Where.
+        address: SocketAddr,
+        /// What the system said.
+        why: String,
+    },
+    /// A name has no address.
+    #[error("{name:?} has no address ({why}); use host:port")]
+    Resolve {
+        /// The name.
+        name: String,
+        /// What the system said.
+        why: String,
+    },
+    /// Dialling or hello took too long.
+    #[error("the node did not complete its hello within the connect deadline; it is stuck, or no millpond node")]
+    Late,
+    /// The two sides do not go together; the text names the field.
+    #[error("the hello was refused: {why}")]
+    Hello {
+        /// Which field, and both values.
+        why: String,
+    },
+    /// The transport asked for does not reach the node.
+    #[error("{via} does not reach this node: {why}")]
+    NoPath {
+        /// The transport.
+        via: Via,
+        /// Why not.
+        why: String,
+    },
+    /// The engine knows as many peers as it may.
+    #[error("the engine knows {peers_max} peers, the most it may; raise peers_max or drop some")]
+    TooManyPeers {
+        /// The bound.
+        peers_max: u32,
+    },
+    /// The engine was shut down.
+    #[error("the engine was shut down")]
+    ShutDown,
+}
+
+impl Peer {
+    /// Who it is: node, incarnation, host.
+    #[must_use]
+    pub fn identity(&self) -> Identity {
+        self.inner.identity
+    }
+
+    /// Where it was dialled; `None` if only it dials us.
+    #[must_use]
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.inner.address
+    }
+
+    /// Whether it is this engine itself.
+    #[must_use]
+    pub fn is_self(&self) -> bool {
+        self.inner.is_self
+    }
+}
+
+impl PartialEq for Peer {
+    /// The same node in the same incarnation.
+    fn eq(&self, other: &Self) -> bool {
+        let (ours, theirs) = (&self.inner.identity, &other.inner.identity);
+        (ours.node, ours.incarnation) == (theirs.node, theirs.incarnation)
+    }
+}
+
+impl Eq for Peer {}

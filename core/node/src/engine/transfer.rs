@@ -1,0 +1,303 @@
+//! A batch on its way, and what became of it.
+//!
+//! A [`Transfer`] is a share in the outcome, not the work itself: dropping it changes nothing about the bytes under way
+//! nor about the memory they hold, it only means that nobody will ask. Invariants: every transfer ends, by its progress
+//! deadline at the latest; once it ended the engine touches none of its local memory any more.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use millpond_core::quiet::Far;
+use millpond_core::time::Duration;
+use parking_lot::Mutex;
+
+use super::RegionBuf;
+use super::batch::{Batch, Via};
+
+/// Why a request did not end well.
+///
+/// ```
+/// use millpond_node::engine::Cause;
+/// assert!(Cause::NoProgress.to_string().contains("progress deadline"));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Cause {
+    /// Nothing moved for the progress deadline.
+    #[error("nothing moved within the progress deadline; the peer is stopped, gone or cut off: try another one")]
+    NoProgress,
+    /// The total deadline came first.
+    #[error("the deadline of the batch came before its end; give it longer or move less at once")]
+    Deadline,
+    /// Somebody called cancel.
+    #[error("the transfer was cancelled")]
+    Cancelled,
+    /// The link broke and no other could take over in time.
+    #[error("the link to the peer broke and could not be replaced in time; open the peer again")]
+    LinkLost,
+    /// The peer refused: the grant was closed, or never covered these bytes, or lacks the right.
+    #[error("the peer refused the request ({reason}); ask it for a fresh grant")]
+    Refused {
+        /// What the peer said.
+        reason: RefusalReason,
+    },
+    /// The named transport does not reach this peer.
+    #[error("{via} does not reach this peer ({why}); use `auto` or another transport")]
+    NoPath {
+        /// The transport that was asked for.
+        via: Via,
+        /// Why not.
+        why: &'static str,
+    },
+    /// The engine was shut down.
+    #[error("the engine was shut down")]
+    ShutDown,
+}
+
+/// What a peer can hold against a request.
+///
+/// ```
+/// use millpond_node::engine::RefusalReason;
+/// assert_eq!(RefusalReason::Stale.to_string(), "stale: the grant or region is closed");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[non_exhaustive]
+pub enum RefusalReason {
+    /// The region, grant or epoch named is not current any more.
+    #[error("stale: the grant or region is closed")]
+    Stale,
+    /// The range lies outside what was granted.
+    #[error("out of bounds: the range lies outside of what was granted")]
+    OutOfBounds,
+    /// The grant does not carry this right, or the capability is wrong.
+    #[error("not allowed: the grant does not carry this right")]
+    NotAllowed,
+    /// The peer is out of room for it right now.
+    #[error("busy: the peer has no room for it now")]
+    Busy,
+}
+
+/// How one request ended.
+///
+/// ```
+/// use millpond_node::engine::{Cause, Failure, Far};
+/// let failure = Failure { cause: Cause::Cancelled, far: Far::Unknown };
+/// assert!(failure.to_string().contains("cancelled"));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{cause} (far end: {far:?})")]
+pub struct Failure {
+    /// Why.
+    pub cause: Cause,
+    /// What it means for the far end.
+    pub far: Far,
+}
+
+/// Where one request of a running batch stands.
+///
+/// ```
+/// use millpond_node::engine::Status;
+/// assert!(!Status::Pending.is_final());
+/// assert!(Status::Done.is_final());
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Status {
+    /// Queued or under way.
+    Pending,
+    /// All its bytes are where they should be, and visible there.
+    Done,
+    /// It ended without that.
+    Failed(Failure),
+}
+
+impl Status {
+    /// Whether it will not change any more.
+    #[must_use]
+    pub fn is_final(&self) -> bool {
+        *self != Self::Pending
+    }
+}
+
+/// One request of a finished batch.
+#[derive(Debug)]
+pub struct Outcome {
+    /// How it ended: [`Status::Done`] or [`Status::Failed`].
+    pub status: Status,
+    /// Bytes it was to move.
+    pub bytes: u64,
+    /// The buffer of a read, filled if the status is `Done`, with undefined but initialised contents otherwise.
+    pub buffer: Option<RegionBuf>,
+}
+
+/// What became of a batch: an outcome per request, in the order of the batch.
+#[derive(Debug)]
+pub struct Report {
+    pub(super) outcomes: Vec<Outcome>,
+    pub(super) batch: Batch,
+    pub(super) id: TransferId,
+    pub(super) elapsed: Duration,
+    pub(super) via: Option<Via>,
+    pub(super) retries: u32,
+}
+
+/// Names one batch of one engine, for logs and [`Engine::explain`](super::Engine::explain). Counts up from 1.
+///
+/// ```
+/// use millpond_node::engine::TransferId;
+/// assert_eq!(TransferId(7).to_string(), "transfer 7");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TransferId(pub u64);
+
+impl std::fmt::Display for TransferId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "transfer {}", self.0)
+    }
+}
+
+/// A batch of which at least one request failed; the report says which, and still holds the buffers.
+#[derive(Debug, thiserror::Error)]
+#[error("{failed} of {} requests of {} failed, the first because {first}", .report.outcomes.len(), .report.id)]
+pub struct TransferError {
+    /// How many failed.
+    pub failed: usize,
+    /// The first failure in the order of the batch.
+    pub first: Failure,
+    /// The whole outcome.
+    pub report: Report,
+}
+
+impl Report {
+    /// An outcome per request.
+    #[must_use]
+    pub fn outcomes(&self) -> &[Outcome] {
+        &self.outcomes
+    }
+
+    /// Whether every request is `Done`.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.outcomes.iter().all(|outcome| outcome.status == Status::Done)
+    }
+
+    /// From submission to the end of the last request.
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        self.elapsed
+    }
+
+    /// The transport that carried it, or the last one tried; `None` if none was.
+    #[must_use]
+    pub fn via(&self) -> Option<Via> {
+        self.via
+    }
+
+    /// Slices that were posted more than once.
+    #[must_use]
+    pub fn retries(&self) -> u32 {
+        self.retries
+    }
+
+    /// Names the batch for `explain`.
+    #[must_use]
+    pub fn id(&self) -> TransferId {
+        self.id
+    }
+
+    /// The filled buffers of all reads in the order of the batch, or what went wrong.
+    pub fn into_buffers(self) -> Result<Vec<RegionBuf>, TransferError> {
+        let mut report = self.into_done()?;
+        Ok(report.outcomes.iter_mut().filter_map(|outcome| outcome.buffer.take()).collect())
+    }
+
+    /// The report itself if every request is `Done`, or what went wrong.
+    pub fn into_done(self) -> Result<Self, TransferError> {
+        let mut failures = self.outcomes.iter().filter_map(|outcome| match &outcome.status {
+            Status::Failed(failure) => Some(failure.clone()),
+            _ => None,
+        });
+        let Some(first) = failures.next() else { return Ok(self) };
+        Err(TransferError { failed: failures.count() + 1, first, report: self })
+    }
+
+    /// The buffer of the read at `index`, if it is one and was not taken before.
+    pub fn take_buffer(&mut self, index: usize) -> Option<RegionBuf> {
+        self.outcomes.get_mut(index)?.buffer.take()
+    }
+
+    /// The batch, emptied, with its settings and allocations, for the next one.
+    #[must_use]
+    pub fn into_batch(self) -> Batch {
+        self.batch
+    }
+}
+
+/// A submitted batch: a future of its [`Report`].
+///
+/// Dropping it orphans the batch: it runs on to its end, and its memory is given back then.
+#[derive(Debug)]
+#[must_use = "dropping a transfer does not stop it; await it, or cancel it"]
+pub struct Transfer {
+    pub(super) shared: Arc<Shared>,
+}
+
+/// The part of a transfer that caller and shard share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) id: TransferId,
+    pub(super) state: Mutex<State>,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    /// The outcome, until it was taken.
+    pub(super) report: Option<Report>,
+    /// Whether the outcome came, also after it was taken.
+    pub(super) is_over: bool,
+    pub(super) waker: Option<Waker>,
+    pub(super) cancel: bool,
+    pub(super) bytes_done: u64,
+}
+
+impl Transfer {
+    /// Names it for `explain`.
+    #[must_use]
+    pub fn id(&self) -> TransferId {
+        self.shared.id
+    }
+
+    /// Asks for its end: requests not finished yet fail with [`Cause::Cancelled`]. The transfer still has to be awaited for
+    /// its memory, which comes back as soon as it is quiet here. Cheap, and harmless when it is over.
+    pub fn cancel(&self) {
+        self.shared.state.lock().cancel = true;
+    }
+
+    /// Whether awaiting it would not wait.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.shared.state.lock().is_over
+    }
+
+    /// Bytes of requests finished so far.
+    #[must_use]
+    pub fn bytes_done(&self) -> u64 {
+        self.shared.state.lock().bytes_done
+    }
+}
+
+impl Future for Transfer {
+    type Output = Report;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Report> {
+        let mut state = self.shared.state.lock();
+        if let Some(report) = state.report.take() {
+            return Poll::Ready(report);
+        }
+        assert!(!state.is_over, "a transfer was polled after it had given its report");
+        state.waker = Some(context.waker().clone());
+        Poll::Pending
+    }
+}
