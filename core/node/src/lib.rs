@@ -7,6 +7,7 @@
 pub mod engine;
 #[cfg(feature = "http")]
 pub mod http;
+pub mod metrics;
 #[cfg(feature = "http")]
 pub mod router;
 pub mod runtime;
