@@ -9,8 +9,8 @@ use std::time::{Duration as Wait, Instant};
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, StreamExt};
 use millpond_core::time::Duration;
-use millpond_node::http::{Handler, Limits, Reply, Request, start};
-use millpond_node::runtime::Stop;
+use millpond_node::http::{FetchError, Handler, Limits, Method, Reply, Request, fetch, start};
+use millpond_node::runtime::{Runtime, Stop};
 
 /// Echoes, hangs or streams for ever; counts what it began of the latter two and what was dropped of it.
 #[derive(Clone, Default)]
@@ -247,4 +247,26 @@ fn garbage_gets_a_400_and_the_next_client_is_served() {
         stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
         assert!(reply(&mut stream).0.starts_with("http/1.1 200"));
     });
+}
+
+#[test]
+fn a_fetch_brings_the_answer_or_says_who_did_not_give_one() {
+    millpond_tokio::run(|tokio| async move {
+        let stop = Stop::new();
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let (address, server) =
+            start(&tokio, any, Arc::new(Subject::default()), Limits::default(), &stop).await.expect("a free port");
+        let soon = || tokio.now() + Duration::from_secs(10);
+        let long = vec![b'z'; 1 << 20];
+        let (status, body) = fetch(&tokio, address, Method::Post, "/echo", long.clone(), soon()).await.unwrap();
+        assert!(status == 200 && body == long);
+        let hurry = tokio.now() + Duration::from_millis(50);
+        let late = fetch(&tokio, address, Method::Get, "/hang", Vec::new(), hurry).await;
+        assert!(matches!(late, Err(FetchError::Deadline { .. })), "{late:?}");
+        stop.stop();
+        server.await;
+        let gone = fetch(&tokio, address, Method::Get, "/", Vec::new(), soon()).await;
+        assert!(matches!(gone, Err(FetchError::Dial { .. })), "{gone:?}");
+    })
+    .expect("a runtime");
 }

@@ -6,6 +6,7 @@
 
 mod answer;
 mod api;
+mod client;
 mod fields;
 mod io;
 mod message;
@@ -17,6 +18,7 @@ mod server;
 mod tests;
 
 pub use api::Api;
+pub use client::{FetchError, fetch};
 pub use message::{ApiError, Handler, Method, Reply, Request};
 pub use pages::Pages;
 pub use server::{Limits, serve, serve_stream, start};
