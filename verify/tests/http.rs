@@ -197,6 +197,7 @@ fn a_client_that_goes_away_cancels_its_request_and_its_stream() {
     served(Limits::default(), |address, subject, _| {
         let mut stream = dial(address);
         stream.write_all(b"GET /hang HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+        eventually("the request arrived", || subject.began.load(Ordering::SeqCst) == 1);
         drop(stream);
         eventually("the hanging request was dropped", || subject.dropped.load(Ordering::SeqCst) == 1);
         let mut stream = dial(address);
