@@ -3,6 +3,7 @@
 //! Everything here is generic over [`runtime::Runtime`]; the adapters `millpond-tokio` and `millpond-smol` implement it.
 #![forbid(unsafe_code)]
 
+pub mod config;
 #[cfg(feature = "engine")]
 pub mod engine;
 #[cfg(feature = "http")]
