@@ -12,3 +12,4 @@ pub mod metrics;
 #[cfg(feature = "http")]
 pub mod router;
 pub mod runtime;
+pub mod session;

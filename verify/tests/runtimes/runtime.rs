@@ -287,3 +287,4 @@ macro_rules! on {
 }
 
 on!(tokio, millpond_tokio::run);
+on!(smol, millpond_smol::run);
