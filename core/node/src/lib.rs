@@ -10,6 +10,8 @@ pub mod engine;
 pub mod http;
 pub mod metrics;
 #[cfg(feature = "http")]
+pub mod model;
+#[cfg(feature = "http")]
 pub mod router;
 pub mod runtime;
 pub mod session;

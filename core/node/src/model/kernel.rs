@@ -1,0 +1,569 @@
+//! Arithmetic of the transformer: matrix products over packed weights, and attention over pages.
+//!
+//! Each output is one chain of fused multiply-adds whose order is fixed by the shapes of the model: never by how many rows
+//! are computed together, by threads or by the width of the machine's vectors. Weights are packed in panels of [`LANES`]
+//! outputs, quantised ones as 8-bit integers with a scale and an offset per [`BLOCK`] inputs, and are widened panel by
+//! panel into a buffer that stays in the cache while all rows use it: a larger batch pays that once.
+//!
+//! Activations are panel-major as well: `[column / LANES][row][LANES]`. The inputs of a product are [`Tiles`].
+
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+/// Outputs of one panel; also the logical width of every sum over lanes.
+pub(super) const LANES: usize = 16;
+/// Inputs that share a scale and an offset.
+pub(super) const BLOCK: usize = 32;
+/// Rows computed together.
+const TILE: usize = 8;
+
+/// Threads of a model; without any, the caller's thread does all.
+pub(super) struct Workers {
+    pool: Option<rayon::ThreadPool>,
+    arch: Arch,
+}
+
+impl Workers {
+    /// `threads` threads; 0 and 1: the caller's.
+    pub(super) fn new(threads: usize) -> Self {
+        let pool = (threads > 1).then(|| {
+            let named = rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|n| format!("model-{n}"));
+            named.build().ok()
+        });
+        Self { pool: pool.flatten(), arch: Arch::new() }
+    }
+
+    /// Runs all of `work` (and whatever it gives to [`Workers::each`]) on these threads.
+    pub(super) fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        match &self.pool {
+            Some(pool) => pool.install(work),
+            None => work(),
+        }
+    }
+
+    /// Calls `work` for each item, at least `few` of them in a row on one thread.
+    pub(super) fn each<T: Send>(&self, items: &mut [T], few: usize, work: impl Fn(usize, &mut T) + Sync + Send) {
+        if self.pool.is_some() && items.len() > few {
+            items.par_iter_mut().with_min_len(few).enumerate().for_each(|(index, item)| work(index, item));
+        } else {
+            items.iter_mut().enumerate().for_each(|(index, item)| work(index, item));
+        }
+    }
+
+    /// Runs `work` with the widest vectors of this machine.
+    pub(super) fn wide<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.arch.dispatch(work)
+    }
+}
+
+/// A weight matrix, `outputs` times `inputs`, packed for products with any number of rows.
+pub(super) struct Panels {
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+    weights: Weights,
+}
+
+enum Weights {
+    /// `[panel][input][lane]`.
+    Whole(Vec<f32>),
+    /// Weight = integer × scale + offset; integers as above, scales and offsets `[panel][input / BLOCK][lane]`.
+    Blocks { integers: Vec<i8>, scales: Vec<[f32; LANES]>, offsets: Vec<[f32; LANES]> },
+}
+
+/// One block of a quantised row: [`BLOCK`] weights that are `integer × scale + offset`.
+#[allow(dead_code, reason = "the loader of quantised files makes them")]
+#[derive(Clone, Copy)]
+pub(super) struct Quantised {
+    pub(super) integers: [i8; BLOCK],
+    pub(super) scale: f32,
+    pub(super) offset: f32,
+}
+
+impl Panels {
+    /// From rows of `inputs` weights, an output each.
+    pub(super) fn from_rows(rows: &[f32], inputs: usize) -> Self {
+        let outputs = rows.len() / inputs;
+        let mut packed = vec![0.0; outputs.next_multiple_of(LANES) * inputs];
+        for (output, row) in rows.chunks_exact(inputs).enumerate() {
+            let panel = &mut packed[output / LANES * inputs * LANES..][..inputs * LANES];
+            for (lanes, weight) in panel.chunks_exact_mut(LANES).zip(row) {
+                lanes[output % LANES] = *weight;
+            }
+        }
+        Self { inputs, outputs, weights: Weights::Whole(packed) }
+    }
+
+    /// From quantised rows of `inputs` weights (a multiple of [`BLOCK`]), an output each.
+    #[allow(dead_code, reason = "the loader of quantised files makes them")]
+    pub(super) fn from_blocks(blocks: impl Iterator<Item = Quantised>, outputs: usize, inputs: usize) -> Self {
+        let (per_row, panels) = (inputs / BLOCK, outputs.div_ceil(LANES));
+        let mut integers = vec![0i8; panels * inputs * LANES];
+        let mut scales = vec![[0f32; LANES]; panels * per_row];
+        let mut offsets = scales.clone();
+        for (index, block) in blocks.take(outputs * per_row).enumerate() {
+            let (output, within) = (index / per_row, index % per_row);
+            let (panel, lane) = (output / LANES, output % LANES);
+            let place = panel * per_row + within;
+            scales[place][lane] = block.scale;
+            offsets[place][lane] = block.offset;
+            let lanes = &mut integers[place * BLOCK * LANES..][..BLOCK * LANES];
+            for (lanes, integer) in lanes.chunks_exact_mut(LANES).zip(block.integers) {
+                lanes[lane] = integer;
+            }
+        }
+        Self { inputs, outputs, weights: Weights::Blocks { integers, scales, offsets } }
+    }
+
+    /// The weights of one output, as an embedding: `put(input, weight)`.
+    pub(super) fn row(&self, output: usize, mut put: impl FnMut(usize, f32)) {
+        let (panel, lane) = (output / LANES, output % LANES);
+        for input in 0..self.inputs {
+            let place = (panel * self.inputs + input) * LANES + lane;
+            put(
+                input,
+                match &self.weights {
+                    Weights::Whole(weights) => weights[place],
+                    Weights::Blocks { integers, scales, offsets } => {
+                        let block = place / (BLOCK * LANES);
+                        f32::from(integers[place]).mul_add(scales[block][lane], offsets[block][lane])
+                    }
+                },
+            );
+        }
+    }
+
+    pub(super) fn panels(&self) -> usize {
+        self.outputs.div_ceil(LANES)
+    }
+
+    /// `out = x · weightsᵀ`, panel-major, all panels whole: `panels() * x.rows * LANES` values.
+    pub(super) fn product(&self, workers: &Workers, x: &Tiles, out: &mut [f32]) {
+        assert!(x.columns == self.inputs && out.len() == self.panels() * x.rows * LANES, "shapes fit");
+        let mut chunks: Vec<&mut [f32]> = out.chunks_exact_mut(x.rows * LANES).collect();
+        let few = (32 * 1024 / (self.inputs * x.rows)).clamp(1, 16);
+        workers.each(&mut chunks, few, |panel, out| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                let scratch = grown(scratch, self.inputs * LANES);
+                workers.arch.dispatch(PanelProduct { weights: self, panel, x, scratch, out });
+            });
+        });
+    }
+}
+
+thread_local! {
+    static SCRATCH: std::cell::RefCell<Vec<f32>> = const { std::cell::RefCell::new(Vec::new()) };
+}
+
+/// The first `len` values of `buffer`, which grows to that once.
+fn grown(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+    &mut buffer[..len]
+}
+
+/// Rows to be multiplied, `[row / TILE][column][row % TILE]`.
+#[derive(Default)]
+pub(super) struct Tiles {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    values: Vec<[f32; TILE]>,
+}
+
+impl Tiles {
+    /// Makes room for `rows` times `columns` values; what was there is unspecified.
+    pub(super) fn shape(&mut self, rows: usize, columns: usize) {
+        (self.rows, self.columns) = (rows, columns);
+        self.values.resize(rows.div_ceil(TILE) * columns, [0.0; TILE]);
+    }
+
+    /// Puts consecutive columns of one row.
+    #[inline(always)]
+    pub(super) fn put(&mut self, row: usize, column: usize, values: &[f32]) {
+        let tile = &mut self.values[row / TILE * self.columns + column..][..values.len()];
+        for (lanes, value) in tile.iter_mut().zip(values) {
+            lanes[row % TILE] = *value;
+        }
+    }
+}
+
+struct PanelProduct<'a> {
+    weights: &'a Panels,
+    panel: usize,
+    x: &'a Tiles,
+    scratch: &'a mut [f32],
+    out: &'a mut [f32],
+}
+
+/// Calls a method with the number of vectors that hold [`LANES`] values.
+macro_rules! by_width {
+    ($self:ident . $method:ident :: <$simd_type:ident> ($simd:ident)) => {
+        match $simd_type::F32_LANES {
+            16 => $self.$method::<$simd_type, 1>($simd),
+            8 => $self.$method::<$simd_type, 2>($simd),
+            4 => $self.$method::<$simd_type, 4>($simd),
+            _ => $self.$method::<$simd_type, 16>($simd),
+        }
+    };
+}
+
+impl WithSimd for PanelProduct<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        by_width!(self.run::<S>(simd));
+    }
+}
+
+impl PanelProduct<'_> {
+    #[inline(always)]
+    fn run<S: Simd, const N: usize>(self, simd: S) {
+        let (inputs, panel) = (self.weights.inputs, self.panel);
+        let weights = match &self.weights.weights {
+            Weights::Whole(weights) => &weights[panel * inputs * LANES..][..inputs * LANES],
+            Weights::Blocks { integers, scales, offsets } => {
+                let blocks = panel * (inputs / BLOCK)..(panel + 1) * (inputs / BLOCK);
+                let integers = &integers[panel * inputs * LANES..][..inputs * LANES];
+                widen::<S, N>(simd, integers, &scales[blocks.clone()], &offsets[blocks], self.scratch);
+                &*self.scratch
+            }
+        };
+        for (tile, out) in self.out.chunks_mut(TILE * LANES).enumerate() {
+            let x = &self.x.values[tile * inputs..][..inputs];
+            let (out, _) = out.as_chunks_mut::<LANES>();
+            match out.len() {
+                1 => rows::<S, 1, N>(simd, x, 0, weights, out),
+                2 => rows::<S, 2, N>(simd, x, 0, weights, out),
+                3..=4 => rows::<S, 4, N>(simd, x, 0, weights, out),
+                _ if N == 1 => rows::<S, 8, N>(simd, x, 0, weights, out),
+                _ => {
+                    let (first, second) = out.split_at_mut(4);
+                    rows::<S, 4, N>(simd, x, 0, weights, first);
+                    rows::<S, 4, N>(simd, x, 4, weights, second);
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn widen<S: Simd, const N: usize>(
+    simd: S,
+    integers: &[i8],
+    scales: &[[f32; LANES]],
+    offsets: &[[f32; LANES]],
+    out: &mut [f32],
+) {
+    let blocks = integers.chunks_exact(BLOCK * LANES).zip(scales.iter().zip(offsets));
+    for ((integers, (scale, offset)), out) in blocks.zip(out.chunks_exact_mut(BLOCK * LANES)) {
+        for (out, integer) in out.iter_mut().zip(integers) {
+            *out = f32::from(*integer);
+        }
+        let (scale, offset) = (S::as_simd_f32s(scale).0, S::as_simd_f32s(offset).0);
+        let (lanes, _) = S::as_mut_simd_f32s(out).0.as_chunks_mut::<N>();
+        for lanes in lanes {
+            for v in 0..N {
+                lanes[v] = simd.mul_add_f32s(lanes[v], scale[v], offset[v]);
+            }
+        }
+    }
+}
+
+/// Up to `R` rows of one tile times one panel.
+#[inline(always)]
+fn rows<S: Simd, const R: usize, const N: usize>(
+    simd: S,
+    x: &[[f32; TILE]],
+    first: usize,
+    weights: &[f32],
+    out: &mut [[f32; LANES]],
+) {
+    let (weights, _) = S::as_simd_f32s(weights).0.as_chunks::<N>();
+    let mut sums = [[simd.splat_f32s(0.0); N]; R];
+    for (x, weights) in x.iter().zip(weights) {
+        for r in 0..R {
+            let x = simd.splat_f32s(x[first + r]);
+            for v in 0..N {
+                sums[r][v] = simd.mul_add_f32s(x, weights[v], sums[r][v]);
+            }
+        }
+    }
+    for (out, sums) in out.iter_mut().zip(sums) {
+        S::as_mut_simd_f32s(out).0.copy_from_slice(&sums);
+    }
+}
+
+/// Attention of some rows of one request with one KV head. Rows are query heads of tokens, `group` per token, token-major.
+pub(super) struct Attention<'a> {
+    /// Queries, `[token][head of the group][head dim]`, already scaled.
+    pub(super) queries: &'a [f32],
+    /// Results, shaped alike.
+    pub(super) out: &'a mut [f32],
+    /// Elements of a head, a multiple of [`LANES`].
+    pub(super) head_dim: usize,
+    /// Query heads that share the KV head.
+    pub(super) group: usize,
+    /// Position of the first token.
+    pub(super) start: usize,
+    /// Tokens of a page.
+    pub(super) block: usize,
+}
+
+/// Reads the keys or values of one page into rows of `head_dim` values.
+pub(super) trait ReadPage {
+    /// Reads the first `tokens` rows of page `page`.
+    fn read(&self, side: millpond_core::layout::Side, page: usize, tokens: usize, rows: &mut [f32]);
+}
+
+impl Attention<'_> {
+    /// Computes all rows with the widest vectors.
+    pub(super) fn run(self, workers: &Workers, pages: &(impl ReadPage + ?Sized)) {
+        let tokens = self.queries.len() / (self.group * self.head_dim);
+        let context = (self.start + tokens).next_multiple_of(self.block).next_multiple_of(LANES);
+        let rows = tokens * self.group;
+        let page_len = self.block * self.head_dim;
+        ATTENTION.with_borrow_mut(|scratch| {
+            let (scores, page) = grown(scratch, rows * context + page_len).split_at_mut(rows * context);
+            workers.arch.dispatch(AttentionRun { job: self, pages, scores, page, context });
+        });
+    }
+}
+
+thread_local! {
+    static ATTENTION: std::cell::RefCell<Vec<f32>> = const { std::cell::RefCell::new(Vec::new()) };
+}
+
+struct AttentionRun<'a, 'b, P: ReadPage + ?Sized> {
+    job: Attention<'a>,
+    pages: &'b P,
+    scores: &'b mut [f32],
+    page: &'b mut [f32],
+    context: usize,
+}
+
+impl<P: ReadPage + ?Sized> WithSimd for AttentionRun<'_, '_, P> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        by_width!(self.run::<S>(simd));
+    }
+}
+
+impl<P: ReadPage + ?Sized> AttentionRun<'_, '_, P> {
+    #[inline(always)]
+    fn run<S: Simd, const N: usize>(self, simd: S) {
+        use millpond_core::layout::Side;
+        let Attention { queries, out, head_dim, group, start, block } = self.job;
+        let (context, page) = (self.context, self.page);
+        let end = start + queries.len() / (group * head_dim);
+        // Tokens of page `index` that `row` may see.
+        let seen = |row: usize, index: usize| (start + row / group + 1).saturating_sub(index * block).min(block);
+        for index in 0..end.div_ceil(block) {
+            self.pages.read(Side::Key, index, (end - index * block).min(block), page);
+            let rows = queries.chunks_exact(head_dim).zip(self.scores.chunks_exact_mut(context));
+            for (row, (query, scores)) in rows.enumerate() {
+                let scores = &mut scores[index * block..][..seen(row, index)];
+                for (score, key) in scores.iter_mut().zip(page.chunks_exact(head_dim)) {
+                    *score = dot::<S, N>(simd, query, key);
+                }
+            }
+        }
+        for (row, (scores, out)) in
+            self.scores.chunks_exact_mut(context).zip(out.chunks_exact_mut(head_dim)).enumerate()
+        {
+            let scale = 1.0 / softmax::<S, N>(simd, scores, start + row / group + 1);
+            scores.iter_mut().for_each(|score| *score *= scale);
+            out.fill(0.0);
+        }
+        for index in 0..end.div_ceil(block) {
+            self.pages.read(Side::Value, index, (end - index * block).min(block), page);
+            let rows = out.chunks_exact_mut(head_dim).zip(self.scores.chunks_exact(context));
+            for (row, (out, scores)) in rows.enumerate() {
+                let scores = &scores[index * block..][..seen(row, index)];
+                if head_dim.is_multiple_of(4 * LANES) && N <= 2 {
+                    match N {
+                        1 => weighted::<S, 4>(simd, scores, page, head_dim, out),
+                        _ => weighted::<S, 8>(simd, scores, page, head_dim, out),
+                    }
+                } else {
+                    weighted::<S, N>(simd, scores, page, head_dim, out);
+                }
+            }
+        }
+    }
+}
+
+/// Sums lane by lane, then over lanes by halves: the same order for every width.
+#[inline(always)]
+fn dot<S: Simd, const N: usize>(simd: S, a: &[f32], b: &[f32]) -> f32 {
+    let (a, _) = S::as_simd_f32s(a).0.as_chunks::<N>();
+    let (b, _) = S::as_simd_f32s(b).0.as_chunks::<N>();
+    let mut sums = [simd.splat_f32s(0.0); N];
+    for (a, b) in a.iter().zip(b) {
+        for v in 0..N {
+            sums[v] = simd.mul_add_f32s(a[v], b[v], sums[v]);
+        }
+    }
+    over_lanes(simd, sums)
+}
+
+#[inline(always)]
+fn over_lanes<S: Simd, const N: usize>(simd: S, mut sums: [S::f32s; N]) -> f32 {
+    let mut half = N / 2;
+    while half > 0 {
+        for v in 0..half {
+            sums[v] = simd.add_f32s(sums[v], sums[v + half]);
+        }
+        half /= 2;
+    }
+    simd.reduce_sum_f32s(sums[0])
+}
+
+/// Turns the first `len` scores into weights that are not yet divided by the sum it returns; the rest becomes zero.
+#[inline(always)]
+fn softmax<S: Simd, const N: usize>(simd: S, scores: &mut [f32], len: usize) -> f32 {
+    scores[len..].fill(f32::NEG_INFINITY);
+    let max = scores[..len].iter().fold(f32::NEG_INFINITY, |max, score| if *score > max { *score } else { max });
+    for score in scores.iter_mut() {
+        *score = exp(*score - max);
+    }
+    scores[len..].fill(0.0);
+    let (lanes, _) = S::as_simd_f32s(scores).0.as_chunks::<N>();
+    let mut sums = [simd.splat_f32s(0.0); N];
+    for lanes in lanes {
+        for v in 0..N {
+            sums[v] = simd.add_f32s(sums[v], lanes[v]);
+        }
+    }
+    over_lanes(simd, sums)
+}
+
+/// `out += Σ weight × value`, token by token, `V` vectors of a row at a time.
+#[inline(always)]
+fn weighted<S: Simd, const V: usize>(simd: S, weights: &[f32], values: &[f32], head_dim: usize, out: &mut [f32]) {
+    let (out, _) = S::as_mut_simd_f32s(out).0.as_chunks_mut::<V>();
+    for (strip, out) in out.iter_mut().enumerate() {
+        let mut sums = *out;
+        for (weight, value) in weights.iter().zip(values.chunks_exact(head_dim)) {
+            let weight = simd.splat_f32s(*weight);
+            let value = &S::as_simd_f32s(value).0.as_chunks::<V>().0[strip];
+            for v in 0..V {
+                sums[v] = simd.mul_add_f32s(weight, value[v], sums[v]);
+            }
+        }
+        *out = sums;
+    }
+}
+
+/// e^x to about 2 units in the last place for x in -87..=88, clamped outside. Vectorises: no branch, no call.
+/// Cody-Waite reduction and the minimax polynomial of Cephes' `expf`.
+#[inline(always)]
+pub(super) fn exp(x: f32) -> f32 {
+    // 1.5 × 2^23: adding it leaves the nearest integer in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    let x = if x > 88.0 { 88.0 } else { x };
+    let x = if x < -87.0 { -87.0 } else { x };
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = (x - n * 0.693_359_4) - n * -2.121_944_4e-4;
+    let mut p = 1.987_569_1e-4;
+    for coefficient in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+        p = p * r + coefficient;
+    }
+    let scale = f32::from_bits(shifted.to_bits().wrapping_add(127).wrapping_sub(ROUND.to_bits()) << 23);
+    (p * r * r + r + 1.0) * scale
+}
+
+/// A binary16 as an f32, exactly, without a branch: its exponent is rebased by one multiplication.
+#[inline(always)]
+pub(super) fn from_half(bits: u16) -> f32 {
+    // 2^112
+    const REBASE: f32 = f32::from_bits(0x7780_0000);
+    let magnitude = f32::from_bits(u32::from(bits & 0x7fff) << 13) * REBASE;
+    f32::from_bits(magnitude.to_bits() | u32::from(bits & 0x8000) << 16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_close_to_the_real_one() {
+        for step in -8700..=8800i16 {
+            let x = f32::from(step) / 100.0;
+            let (ours, real) = (f64::from(exp(x)), f64::from(x).exp());
+            assert!((ours - real).abs() <= real * 4e-7, "{x}: {ours} {real}");
+        }
+        assert!(exp(f32::NEG_INFINITY) < 1e-37);
+    }
+
+    #[test]
+    fn every_finite_half_is_converted_exactly() {
+        for bits in 0..=u16::MAX {
+            let half = half::f16::from_bits(bits);
+            if half.is_finite() {
+                assert_eq!(from_half(bits).to_bits(), half.to_f32().to_bits(), "{bits:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_product_equals_the_plain_sum_and_does_not_depend_on_its_neighbours() {
+        let (inputs, outputs) = (64, 40);
+        let value = |seed: usize| ((seed * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+        let weights: Vec<f32> = (0..inputs * outputs).map(value).collect();
+        let panels = Panels::from_rows(&weights, inputs);
+        let row = |row: usize| -> Vec<f32> { (0..inputs).map(|column| value(row * 977 + column + 5)).collect() };
+        let product = |rows: &[usize], threads| {
+            let mut x = Tiles::default();
+            x.shape(rows.len(), inputs);
+            rows.iter().enumerate().for_each(|(place, r)| x.put(place, 0, &row(*r)));
+            let mut out = vec![0.0; panels.panels() * rows.len() * LANES];
+            let workers = Workers::new(threads);
+            workers.enter(|| panels.product(&workers, &x, &mut out));
+            out
+        };
+        let alone: Vec<Vec<f32>> = (0..21).map(|r| product(&[r], 1)).collect();
+        for (r, alone) in alone.iter().enumerate() {
+            for output in 0..outputs {
+                let plain = (0..inputs).fold(0f32, |sum, i| row(r)[i].mul_add(weights[output * inputs + i], sum));
+                assert_eq!(alone[output].to_bits(), plain.to_bits());
+            }
+        }
+        for count in [2, 3, 5, 8, 13, 21] {
+            let together = product(&(0..count).collect::<Vec<_>>(), 2);
+            for (place, lanes) in together.chunks_exact(LANES).enumerate() {
+                let (panel, r) = (place / count, place % count);
+                assert_eq!(lanes, &alone[r][panel * LANES..][..LANES]);
+            }
+        }
+    }
+
+    #[test]
+    fn quantised_weights_equal_their_widened_ones() {
+        let (inputs, outputs) = (64, 17);
+        let block = |n: usize| Quantised {
+            integers: std::array::from_fn(|i| i8::try_from((n * 7 + i * 3) % 31).unwrap() - 15),
+            scale: 0.25 + n as f32 / 64.0,
+            offset: 0.5 - n as f32 / 32.0,
+        };
+        let panels = Panels::from_blocks((0..).map(block), outputs, inputs);
+        let mut rows = vec![0.0; inputs * outputs];
+        for output in 0..outputs {
+            panels.row(output, |input, weight| rows[output * inputs + input] = weight);
+            let first = block(output * 2);
+            assert_eq!(rows[output * inputs + 3], f32::from(first.integers[3]) * first.scale + first.offset);
+        }
+        let whole = Panels::from_rows(&rows, inputs);
+        let mut x = Tiles::default();
+        x.shape(1, inputs);
+        x.put(0, 0, &rows[..inputs]);
+        let workers = Workers::new(1);
+        let [mut a, mut b] = [(); 2].map(|()| vec![0.0; panels.panels() * LANES]);
+        panels.product(&workers, &x, &mut a);
+        whole.product(&workers, &x, &mut b);
+        assert_eq!(a, b);
+    }
+}

@@ -1,0 +1,444 @@
+//! The llama architecture over pages: norms, rotary positions, grouped-query attention, gated feed-forward.
+//!
+//! It reads and writes KV through [`KvPages`] and computes all rows of all pieces together; what each row comes out as does
+//! not depend on the others (see `kernel`). Activations are panel-major: `[column / LANES][row][LANES]`.
+
+use std::sync::Arc;
+
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
+use millpond_core::layout::{Dtype, Layout, Side};
+use parking_lot::Mutex;
+
+use super::kernel::{Attention, LANES, Panels, ReadPage, Tiles, Workers, exp, from_half};
+use super::{Card, KvPages, ModelError, Piece, check};
+
+/// Most query tokens that one attention task handles.
+const QUERIES_MAX: usize = 16;
+
+/// The numbers of the architecture that a layout and limits do not say.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Config {
+    /// Length of a hidden state; a multiple of [`LANES`].
+    pub(super) width: usize,
+    /// Query heads; a multiple of the KV heads.
+    pub(super) heads: usize,
+    /// Inner length of the feed-forward; a multiple of [`LANES`].
+    pub(super) feed_forward: usize,
+    /// Base of the rotary frequencies.
+    pub(super) rope_base: f64,
+    /// Keeps a norm from dividing by zero.
+    pub(super) norm_epsilon: f32,
+}
+
+/// Weights of one layer.
+pub(super) struct LayerWeights {
+    pub(super) attention_norm: Vec<f32>,
+    /// Queries, keys and values in one matrix: rows of all query heads, of all key heads, of all value heads.
+    pub(super) query_key_value: Panels,
+    pub(super) attention_out: Panels,
+    pub(super) feed_forward_norm: Vec<f32>,
+    /// The gate's rows, then the up projection's.
+    pub(super) gate_up: Panels,
+    pub(super) down: Panels,
+}
+
+/// A llama with its weights.
+pub(super) struct Transformer {
+    card: Card,
+    config: Config,
+    layers: Vec<LayerWeights>,
+    embedding: Panels,
+    final_norm: Vec<f32>,
+    /// `None`: the embedding.
+    head: Option<Panels>,
+    /// Cosine and sine of each position and pair of elements.
+    rotations: Arc<[(f32, f32)]>,
+    workers: Workers,
+    /// Buffers of calls that ended, for those to come.
+    buffers: Mutex<Vec<Buffers>>,
+}
+
+#[derive(Default)]
+struct Buffers {
+    hidden: Vec<f32>,
+    x: Tiles,
+    product: Vec<f32>,
+    /// `[KV head][row][head of the group][head dim]`.
+    queries: Vec<f32>,
+    attended: Vec<f32>,
+    row: Vec<f32>,
+}
+
+/// Where the rows of a piece lie among all rows of a call.
+#[derive(Clone, Copy)]
+struct Rows {
+    piece: usize,
+    first: usize,
+    count: usize,
+    start: usize,
+}
+
+impl Transformer {
+    pub(super) fn new(
+        card: Card,
+        config: Config,
+        layers: Vec<LayerWeights>,
+        embedding: Panels,
+        final_norm: Vec<f32>,
+        head: Option<Panels>,
+        threads: usize,
+    ) -> Self {
+        let head_dim = card.layout.shape().head_dim as usize;
+        assert!(head_dim.is_multiple_of(LANES) && config.width.is_multiple_of(LANES), "shapes are whole panels");
+        let pairs = head_dim / 2;
+        #[allow(clippy::cast_possible_truncation, reason = "f32 is the precision of activations")]
+        let narrow = |value: f64| value as f32;
+        let rotations = (0..card.limits.context_tokens).flat_map(|position| {
+            (0..pairs).map(move |pair| {
+                let frequency = libm::pow(config.rope_base, -((2 * pair) as f64) / head_dim as f64);
+                let angle = f64::from(position) * frequency;
+                (narrow(libm::cos(angle)), narrow(libm::sin(angle)))
+            })
+        });
+        let (rotations, workers) = (rotations.collect(), Workers::new(threads));
+        Self { card, config, layers, embedding, final_norm, head, rotations, workers, buffers: Mutex::default() }
+    }
+
+    pub(super) fn card(&self) -> &Card {
+        &self.card
+    }
+
+    pub(super) fn forward(&self, pieces: &mut [Piece<'_>]) -> Result<(), ModelError> {
+        check(&self.card, pieces)?;
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        let mut buffers = self.buffers.lock().pop().unwrap_or_default();
+        let result = self.workers.enter(|| self.pass(pieces, &mut buffers));
+        self.buffers.lock().push(buffers);
+        result
+    }
+
+    fn pass(&self, pieces: &mut [Piece<'_>], buffers: &mut Buffers) -> Result<(), ModelError> {
+        let mut total = 0;
+        let mut places = Vec::with_capacity(pieces.len());
+        for (index, piece) in pieces.iter().enumerate() {
+            let count = piece.tokens.len();
+            places.push(Rows { piece: index, first: total, count, start: piece.start as usize });
+            total += count;
+        }
+        self.embed(pieces, total, buffers);
+        for layer in 0..self.layers.len() {
+            self.layer(layer, pieces, &places, total, buffers)?;
+        }
+        self.logits(pieces, &places, total, buffers);
+        Ok(())
+    }
+
+    fn embed(&self, pieces: &[Piece<'_>], total: usize, buffers: &mut Buffers) {
+        buffers.hidden.clear();
+        buffers.hidden.resize(total * self.config.width, 0.0);
+        let tokens = pieces.iter().flat_map(|piece| piece.tokens);
+        for (row, token) in tokens.enumerate() {
+            self.embedding.row(*token as usize, |column, weight| {
+                buffers.hidden[(column / LANES * total + row) * LANES + column % LANES] = weight;
+            });
+        }
+    }
+
+    fn layer(
+        &self,
+        index: usize,
+        pieces: &mut [Piece<'_>],
+        places: &[Rows],
+        total: usize,
+        buffers: &mut Buffers,
+    ) -> Result<(), ModelError> {
+        let weights = &self.layers[index];
+        let layer = u32::try_from(index).expect("layouts have few layers");
+        let Buffers { hidden, x, product, queries, attended, row } = buffers;
+        self.norm(hidden, total, &weights.attention_norm, x);
+        self.product(&weights.query_key_value, x, product);
+        self.rotate(product, total, places, queries);
+        for rows in places {
+            let kv = &mut *pieces[rows.piece].kv;
+            kv.open_layer(layer)?;
+            check_pages(&self.card.layout, kv, layer, rows.start + rows.count)?;
+            self.keep(product, total, rows, kv, layer, row);
+            kv.close_layer(layer)?;
+        }
+        attended.resize(queries.len(), 0.0);
+        self.attend(pieces, places, total, layer, queries, attended);
+        self.gather(attended, total, x);
+        self.product(&weights.attention_out, x, product);
+        self.workers.wide(|| add(hidden, product));
+        self.norm(hidden, total, &weights.feed_forward_norm, x);
+        self.product(&weights.gate_up, x, product);
+        self.gate(product, total, x);
+        self.product(&weights.down, x, product);
+        self.workers.wide(|| add(hidden, product));
+        Ok(())
+    }
+
+    fn product(&self, weights: &Panels, x: &Tiles, out: &mut Vec<f32>) {
+        out.resize(weights.panels() * x.rows * LANES, 0.0);
+        weights.product(&self.workers, x, out);
+    }
+
+    /// Root-mean-square norm of each row, into tiles.
+    fn norm(&self, hidden: &[f32], total: usize, weights: &[f32], x: &mut Tiles) {
+        x.shape(total, self.config.width);
+        self.workers.wide(|| {
+            for row in 0..total {
+                norm_row(hidden, total, row, weights, self.config.norm_epsilon, |column, values| {
+                    x.put(row, column, values);
+                });
+            }
+        });
+    }
+
+    /// Turns queries and keys by their positions; queries go, scaled, to where attention reads them.
+    fn rotate(&self, product: &mut [f32], total: usize, places: &[Rows], queries: &mut Vec<f32>) {
+        let (group, head_dim, heads) = (self.group(), self.head_dim(), self.config.heads);
+        queries.resize(heads * total * head_dim, 0.0);
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        for rows in places {
+            for row in 0..rows.count {
+                let turns = &self.rotations[(rows.start + row) * head_dim / 2..][..head_dim / 2];
+                for head in 0..heads + self.kv_heads() {
+                    for strip in 0..head_dim / LANES {
+                        let panel = head * head_dim / LANES + strip;
+                        let values = &mut product[(panel * total + rows.first + row) * LANES..][..LANES];
+                        let (pairs, _) = values.as_chunks_mut::<2>();
+                        for ([a, b], (cos, sin)) in pairs.iter_mut().zip(&turns[strip * LANES / 2..]) {
+                            (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
+                        }
+                        if head < heads {
+                            let (kv_head, member) = (head / group, head % group);
+                            let place = ((kv_head * total + rows.first + row) * group + member) * head_dim;
+                            let out = &mut queries[place + strip * LANES..][..LANES];
+                            out.iter_mut().zip(values).for_each(|(out, value)| *out = *value * scale);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Writes keys and values of a piece's rows into its pages.
+    fn keep(&self, product: &[f32], total: usize, rows: &Rows, kv: &mut dyn KvPages, layer: u32, row: &mut Vec<f32>) {
+        let layout = &self.card.layout;
+        let (block, kv_width) = (layout.shape().block_tokens as usize, self.kv_heads() * self.head_dim());
+        let keys = self.config.heads * self.head_dim();
+        for (side, first) in [(Side::Key, keys), (Side::Value, keys + kv_width)] {
+            for index in 0..rows.count {
+                row.clear();
+                for panel in first / LANES..(first + kv_width) / LANES {
+                    row.extend_from_slice(&product[(panel * total + rows.first + index) * LANES..][..LANES]);
+                }
+                let position = rows.start + index;
+                let page = kv.page_mut(small(position / block), layer);
+                let range = layout.row_range(side, small(position % block));
+                write_row(layout.shape().dtype, row, &mut page[place(range.start)..place(range.end)]);
+            }
+        }
+    }
+
+    fn attend(
+        &self,
+        pieces: &[Piece<'_>],
+        places: &[Rows],
+        total: usize,
+        layer: u32,
+        queries: &[f32],
+        attended: &mut [f32],
+    ) {
+        let (group, head_dim) = (self.group(), self.head_dim());
+        let row_len = group * head_dim;
+        let mut tasks = Vec::with_capacity(self.kv_heads() * (places.len() + total / QUERIES_MAX));
+        let (mut queries, mut attended) = (queries, attended);
+        for kv_head in 0..self.kv_heads() {
+            for rows in places {
+                let mut done = 0;
+                while done < rows.count {
+                    let count = QUERIES_MAX.min(rows.count - done);
+                    let (query, rest) = queries.split_at(count * row_len);
+                    let (out, rest_out) = attended.split_at_mut(count * row_len);
+                    tasks.push((kv_head, rows.piece, rows.start + done, query, Some(out)));
+                    (queries, attended) = (rest, rest_out);
+                    done += count;
+                }
+            }
+        }
+        let block = self.card.layout.shape().block_tokens as usize;
+        self.workers.each(&mut tasks, 1, |_, (kv_head, piece, start, queries, out)| {
+            let pages = HeadPages { kv: &*pieces[*piece].kv, layout: &self.card.layout, layer, kv_head: *kv_head };
+            if let Some(out) = out.take() {
+                Attention { queries, out, head_dim, group, start: *start, block }.run(&self.workers, &pages);
+            }
+        });
+    }
+
+    /// Attention's results, which lie by KV head, into tiles.
+    fn gather(&self, attended: &[f32], total: usize, x: &mut Tiles) {
+        let row_len = self.group() * self.head_dim();
+        x.shape(total, self.kv_heads() * row_len);
+        for (index, values) in attended.chunks_exact(row_len).enumerate() {
+            x.put(index % total, index / total * row_len, values);
+        }
+    }
+
+    /// `silu(gate) × up`, into tiles.
+    fn gate(&self, product: &[f32], total: usize, x: &mut Tiles) {
+        let inner = self.config.feed_forward;
+        x.shape(total, inner);
+        let (gates, ups) = product.split_at(inner * total);
+        self.workers.wide(|| {
+            let lanes = gates.as_chunks::<LANES>().0.iter().zip(ups.as_chunks::<LANES>().0);
+            for (index, (gate, up)) in lanes.enumerate() {
+                let mut values = [0.0; LANES];
+                for lane in 0..LANES {
+                    values[lane] = gate[lane] / (1.0 + exp(-gate[lane])) * up[lane];
+                }
+                x.put(index % total, index / total * LANES, &values);
+            }
+        });
+    }
+
+    fn logits(&self, pieces: &mut [Piece<'_>], places: &[Rows], total: usize, buffers: &mut Buffers) {
+        let wanted: Vec<Rows> = places.iter().filter(|rows| pieces[rows.piece].logits.is_some()).copied().collect();
+        if wanted.is_empty() {
+            return;
+        }
+        let Buffers { hidden, x, product, .. } = buffers;
+        x.shape(wanted.len(), self.config.width);
+        for (index, rows) in wanted.iter().enumerate() {
+            let last = rows.first + rows.count - 1;
+            norm_row(hidden, total, last, &self.final_norm, self.config.norm_epsilon, |column, values| {
+                x.put(index, column, values);
+            });
+        }
+        self.product(self.head.as_ref().unwrap_or(&self.embedding), x, product);
+        for (index, rows) in wanted.iter().enumerate() {
+            if let Some(logits) = pieces[rows.piece].logits.as_deref_mut() {
+                for (panel, lanes) in logits.chunks_mut(LANES).enumerate() {
+                    let from = &product[(panel * wanted.len() + index) * LANES..];
+                    lanes.copy_from_slice(&from[..lanes.len()]);
+                }
+            }
+        }
+    }
+
+    fn head_dim(&self) -> usize {
+        self.card.layout.shape().head_dim as usize
+    }
+
+    fn kv_heads(&self) -> usize {
+        self.card.layout.shape().kv_head_count as usize
+    }
+
+    fn group(&self) -> usize {
+        self.config.heads / self.kv_heads()
+    }
+}
+
+#[inline(always)]
+fn add(into: &mut [f32], values: &[f32]) {
+    into.iter_mut().zip(values).for_each(|(into, value)| *into += *value);
+}
+
+#[inline(always)]
+fn norm_row(
+    hidden: &[f32],
+    total: usize,
+    row: usize,
+    weights: &[f32],
+    epsilon: f32,
+    mut put: impl FnMut(usize, &[f32]),
+) {
+    let lanes = |panel: usize| -> &[f32; LANES] { &hidden.as_chunks::<LANES>().0[panel * total + row] };
+    let panels = weights.len() / LANES;
+    let mut squares = [0f32; LANES];
+    for panel in 0..panels {
+        for (square, value) in squares.iter_mut().zip(lanes(panel)) {
+            *square += value * value;
+        }
+    }
+    let mut half = LANES / 2;
+    while half > 0 {
+        for lane in 0..half {
+            squares[lane] += squares[lane + half];
+        }
+        half /= 2;
+    }
+    let scale = 1.0 / (squares[0] / weights.len() as f32 + epsilon).sqrt();
+    for panel in 0..panels {
+        let mut values = *lanes(panel);
+        for (value, weight) in values.iter_mut().zip(&weights[panel * LANES..]) {
+            *value = *value * scale * weight;
+        }
+        put(panel * LANES, &values);
+    }
+}
+
+/// One layer and KV head of a request's pages.
+struct HeadPages<'a> {
+    kv: &'a dyn KvPages,
+    layout: &'a Layout,
+    layer: u32,
+    kv_head: usize,
+}
+
+impl ReadPage for HeadPages<'_> {
+    #[inline(always)]
+    fn read(&self, side: Side, page: usize, tokens: usize, rows: &mut [f32]) {
+        let head_dim = self.layout.shape().head_dim as usize;
+        let range = self.layout.row_range(side, 0);
+        let page = &self.kv.page(small(page), self.layer)[place(range.start)..];
+        let row_len = self.layout.shape().kv_head_count as usize * head_dim;
+        match self.layout.shape().dtype {
+            Dtype::F32 => {
+                let values: &[f32] = bytemuck::cast_slice(&page[..tokens * row_len * 4]);
+                for (row, values) in rows.chunks_exact_mut(head_dim).zip(values.chunks_exact(row_len)) {
+                    row.copy_from_slice(&values[self.kv_head * head_dim..][..head_dim]);
+                }
+            }
+            _ => {
+                let values: &[u16] = bytemuck::cast_slice(&page[..tokens * row_len * 2]);
+                for (row, values) in rows.chunks_exact_mut(head_dim).zip(values.chunks_exact(row_len)) {
+                    let values = &values[self.kv_head * head_dim..][..head_dim];
+                    row.iter_mut().zip(values).for_each(|(out, bits)| *out = from_half(*bits));
+                }
+            }
+        }
+    }
+}
+
+/// Checks the pages of the first `tokens` tokens, so that reading them cannot fail.
+fn check_pages(layout: &Layout, kv: &dyn KvPages, layer: u32, tokens: usize) -> Result<(), ModelError> {
+    let expected = layout.layer_len();
+    for page in 0..layout.pages_for(tokens as u64) {
+        let bytes = kv.page(small(place(page)), layer);
+        if bytes.len() as u64 != expected || !bytes.as_ptr().cast::<u32>().is_aligned() {
+            return Err(ModelError::PageShape { len: bytes.len(), expected });
+        }
+    }
+    Ok(())
+}
+
+fn write_row(dtype: Dtype, row: &[f32], bytes: &mut [u8]) {
+    match dtype {
+        Dtype::F32 => bytes.copy_from_slice(bytemuck::cast_slice(row)),
+        _ => bytemuck::cast_slice_mut::<u8, u16>(bytes).reinterpret_cast_mut::<half::f16>().convert_from_f32_slice(row),
+    }
+}
+
+/// Positions and pages are bounded by the context, a `u32`.
+fn small(value: usize) -> u32 {
+    u32::try_from(value).expect("bounded by the context")
+}
+
+/// Offsets in a page fit the address space: the page does.
+fn place(value: u64) -> usize {
+    usize::try_from(value).expect("pages fit the address space")
+}
