@@ -1,1 +1,3 @@
 //! The backends, one module each. Each keeps [`crate::contract`] and passes the conformance suite.
+
+pub mod tcp;

@@ -321,6 +321,12 @@ pub enum Refusal {
     /// The owner cannot share that memory over this transport.
     #[error("the owner cannot share that memory over this transport; use another one")]
     NotShareable = 8,
+    /// The bytes arrived damaged: their checksum does not match.
+    #[error("the bytes arrived damaged; move them again")]
+    Damaged = 9,
+    /// The owner's device failed.
+    #[error("the owner's device failed; its log says why")]
+    Failed = 10,
 }
 
 impl Refusal {
@@ -342,6 +348,8 @@ impl Refusal {
             6 => Self::CountersFull,
             7 => Self::Busy,
             8 => Self::NotShareable,
+            9 => Self::Damaged,
+            10 => Self::Failed,
             _ => return None,
         })
     }

@@ -62,10 +62,10 @@ codes! {
         NotShareable = 8 => "this lane cannot reach that memory; use another transport",
         /// The payload's checksum did not match; the target's bytes are undefined.
         BadChecksum = 9 => "the payload arrived damaged; write it again",
-        /// A cancel overtook the frame.
-        Cancelled = 10 => "cancelled before it was complete",
         /// The target's device failed.
-        Failed = 11 => "the target's device failed; its log says why",
+        Failed = 10 => "the target's device failed; its log says why",
+        /// A cancel overtook the frame.
+        Cancelled = 11 => "cancelled before it was complete",
     }
 }
 

@@ -1,0 +1,235 @@
+//! One lane: a socket, its two halves, and the clocks that say whether it still lives.
+//!
+//! Invariants: a lane that ended touches its socket no more; its batches finish before its end is told.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use millpond_core::time::{Duration, Instant};
+use millpond_core::wire::frame::{Frame, GoodbyeReason, HEADER_LEN, Proof};
+
+use super::TcpOptions;
+use super::receive::{Received, Receiver};
+use super::socket;
+use super::transmit::{Flushed, Style, Tools, Transmitter};
+use crate::contract::{Inbound, LinkDownReason, LinkId, Post, TicketId};
+
+/// Write and read frames that a peer may have outstanding on a lane.
+pub(super) const FRAMES_WINDOW: u64 = 64;
+/// Bytes of them.
+pub(super) const DATA_WINDOW_LEN: u64 = 256 << 20;
+
+/// A lane.
+pub(super) struct Lane {
+    pub(super) link: LinkId,
+    fd: OwnedFd,
+    generation: u64,
+    pub(super) out: Transmitter,
+    into: Receiver,
+    /// Batches posted and not finished.
+    pub(super) tickets: Vec<TicketId>,
+    pub(super) ended: Option<LinkDownReason>,
+    /// The socket took less than it was given; it will become writable.
+    pub(super) is_blocked: bool,
+    /// The last turn left something to do at once.
+    pub(super) has_more: bool,
+    /// What the epoll set watches for: (readable, writable).
+    pub(super) watched: (bool, bool),
+    received_at: Instant,
+    progress_at: Instant,
+    ping_sent_at: Option<Instant>,
+    seen: (u64, u64),
+    ping_nonce: u64,
+    /// Sending failed; what the peer said before is read first.
+    broken: Option<LinkDownReason>,
+}
+
+impl Lane {
+    pub(super) fn new(now: Instant, fd: OwnedFd, style: Style, read_ahead: &[u8]) -> Option<Self> {
+        let window = (FRAMES_WINDOW, DATA_WINDOW_LEN);
+        socket::set_no_delay(fd.as_fd());
+        Some(Self {
+            link: style.link,
+            fd,
+            generation: style.generation,
+            out: Transmitter::new(style, window.0, window.1),
+            into: Receiver::new(style, window, read_ahead)?,
+            tickets: Vec::new(),
+            ended: None,
+            is_blocked: false,
+            has_more: !read_ahead.is_empty(),
+            watched: (true, false),
+            received_at: now,
+            progress_at: now,
+            ping_sent_at: None,
+            seen: (0, 0),
+            ping_nonce: 0,
+            broken: None,
+        })
+    }
+
+    pub(super) fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+
+    /// What the epoll set should watch for now.
+    pub(super) fn wants(&self) -> (bool, bool) {
+        (!self.out.is_clogged(), self.is_blocked)
+    }
+
+    /// Takes a batch and sends what the socket takes at once.
+    pub(super) fn post(&mut self, now: Instant, budget: u64, lane_slot: u32, post: Post, tools: &mut Tools) {
+        if self.tickets.is_empty() {
+            // The wait begins now; what was idle before was not stuck.
+            self.progress_at = now;
+        }
+        let id = post.ticket;
+        tools.tickets.insert(lane_slot, post);
+        self.tickets.push(id);
+        self.out.queue(id);
+        if !self.is_blocked {
+            self.flush(budget, tools, None);
+        }
+    }
+
+    /// Shows a capability before the next frame that needs it.
+    pub(super) fn prove(&mut self, proof: Proof) {
+        let generation = self.generation;
+        self.out.answer(&Frame::Prove { generation, proofs: &[proof] });
+        // It leaves with that frame; alone it is in no hurry.
+    }
+
+    /// Stops a batch: what was not sent is not sent. True if it is over already; else the peer was asked.
+    pub(super) fn cancel(&mut self, id: TicketId, tools: &mut Tools) -> bool {
+        self.out.drop_queued(id, &mut tools.tickets);
+        let generation = self.generation;
+        let Some(ticket) = tools.tickets.get(id) else { return false };
+        if ticket.is_cancelled() {
+            return false;
+        }
+        ticket.cancel();
+        if ticket.is_over() {
+            return true;
+        }
+        let tag = ticket.tag(generation, 0);
+        self.out.answer(&Frame::Cancel { tag });
+        self.has_more = true;
+        false
+    }
+
+    /// Forgets batches that are over.
+    pub(super) fn forget_finished(&mut self, tools: &mut Tools) {
+        self.tickets.retain(|id| tools.tickets.get(*id).is_some());
+    }
+
+    /// Receives, acts, sends. Says whether anything moved.
+    pub(super) fn turn(&mut self, now: Instant, budget: u64, tools: &mut Tools, inbound: &mut dyn Inbound) -> bool {
+        self.has_more = false;
+        let received = self.into.turn(self.fd.as_fd(), budget, tools, &mut self.out, inbound);
+        self.into.grant(&mut self.out);
+        match (received, self.broken) {
+            (Received::All, Some(reason)) => self.end(reason),
+            (Received::All, None) => {}
+            (Received::More, _) => self.has_more = true,
+            (Received::Ended(reason), _) => self.end(reason),
+        }
+        if self.ended.is_some() {
+            return true;
+        }
+        if self.out.has_work(&mut tools.tickets) {
+            self.flush(budget, tools, Some(inbound));
+        }
+        if self.into.finished > 0 {
+            self.into.finished = 0;
+            self.forget_finished(tools);
+        }
+        let seen = (self.into.received_len, self.into.progress + self.out.sent_len);
+        let moved = seen != self.seen;
+        if seen.0 != self.seen.0 {
+            self.received_at = now;
+            self.ping_sent_at = None;
+        }
+        if seen.1 != self.seen.1 {
+            self.progress_at = now;
+        }
+        self.seen = seen;
+        moved
+    }
+
+    fn flush(&mut self, budget: u64, tools: &mut Tools, inbound: Option<&mut dyn Inbound>) {
+        let was_clogged = self.out.is_clogged();
+        let flushed = self.out.flush(self.fd.as_fd(), budget, tools, inbound);
+        self.is_blocked = flushed == Flushed::Blocked;
+        match flushed {
+            Flushed::All | Flushed::Blocked => {}
+            Flushed::More => self.has_more = true,
+            // What the peer said last may still be unread: let the receiver end the lane.
+            Flushed::Broken(reason) => {
+                self.broken = Some(reason);
+                self.has_more = true;
+            }
+        }
+        // Bytes left in the buffer while it was clogged are announced by nobody.
+        self.has_more |= was_clogged && !self.out.is_clogged() && self.into.has_unread();
+    }
+
+    /// The lane is over; the first reason counts.
+    pub(super) fn end(&mut self, reason: LinkDownReason) {
+        self.ended.get_or_insert(reason);
+    }
+
+    /// Says goodbye if the stream is between frames and the socket takes it at once.
+    pub(super) fn say_goodbye(&mut self, tools: &mut Tools) {
+        let reason = match self.ended {
+            Some(LinkDownReason::Violation(_)) => GoodbyeReason::Violation,
+            Some(LinkDownReason::Stalled) => GoodbyeReason::Stalled,
+            Some(LinkDownReason::Superseded) => GoodbyeReason::Replaced,
+            Some(LinkDownReason::Closed) => GoodbyeReason::Draining,
+            _ => return,
+        };
+        if !self.out.is_mid_frame() {
+            let mut bytes = [0; HEADER_LEN];
+            let frame = Frame::Goodbye { generation: self.generation, reason };
+            if frame.encode(&mut bytes).is_ok() {
+                socket::send_bytes(self.fd.as_fd(), &bytes, &mut tools.vectors);
+            }
+        }
+        let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+    }
+
+    /// When the clocks must be looked at again.
+    pub(super) fn next_timer(&self, options: &TcpOptions) -> Instant {
+        let keepalive = match self.ping_sent_at {
+            Some(sent_at) => sent_at + options.progress_deadline,
+            None => self.received_at + self.ping_after(options),
+        };
+        if self.is_waited_for() { keepalive.min(self.progress_at + options.progress_deadline) } else { keepalive }
+    }
+
+    /// Somebody here waits for the peer.
+    fn is_waited_for(&self) -> bool {
+        !self.tickets.is_empty()
+    }
+
+    /// In the middle of a frame of the peer silence is suspicious sooner.
+    fn ping_after(&self, options: &TcpOptions) -> Duration {
+        if self.into.is_mid_frame() { options.progress_deadline } else { options.keepalive }
+    }
+
+    /// Looks at the clocks: sends a ping, or ends the lane.
+    pub(super) fn on_time(&mut self, now: Instant, options: &TcpOptions) {
+        if self.is_waited_for() && now >= self.progress_at + options.progress_deadline {
+            return self.end(LinkDownReason::Stalled);
+        }
+        match self.ping_sent_at {
+            Some(sent_at) if now >= sent_at + options.progress_deadline => self.end(LinkDownReason::Stalled),
+            None if now >= self.received_at + self.ping_after(options) => {
+                self.ping_nonce += 1;
+                let (generation, nonce) = (self.generation, self.ping_nonce);
+                self.out.answer(&Frame::Ping { generation, nonce });
+                self.ping_sent_at = Some(now);
+                self.has_more = true;
+            }
+            _ => {}
+        }
+    }
+}
