@@ -15,3 +15,5 @@ pub mod model;
 pub mod router;
 pub mod runtime;
 pub mod session;
+#[cfg(feature = "store")]
+pub mod store;
