@@ -30,13 +30,14 @@
 //! - **Right bytes or an error.** A move is reported done only if exactly the bytes of the source lie in the target. A
 //!   source that was revoked before the copy was complete makes it [`End::Refused`].
 //! - **Arrivals follow their writes.** [`Inbound::arrive`] is called once for a batch, after every write of it was applied,
-//!   and not at all if one was refused.
+//!   and not at all if one was refused. Where the owner refuses to count, the batch ends refused, with far end `Done`.
 //! - **Peer input is untrusted.** No byte from a peer reaches an `assert!` or an unchecked index; what does not parse ends
 //!   that link with [`LinkDownReason::Violation`] and nothing else.
 //! - **It can be closed.** After [`Transport::close`] the next `poll` reports `Finished` for every ticket of that link, then
 //!   [`Event::LinkDown`], once. A link that dies by itself does the same. A peer never keeps a device from doing so.
 //! - **It does not block or spin.** `post`, `poll`, `cancel`, `close` and `arm` return without waiting for a peer; `poll`
 //!   copies at most `budget_bytes` by CPU, give or take one move's chunk of [`TURN_CHUNK_LEN`].
+//! - **Overlap is refused.** A move whose two sides overlap in one memory (raw regions, link to oneself) may be refused.
 //! - **It wakes.** After [`Wake::Readable`] the descriptor becomes readable when a `poll` would have something to do.
 //! - **It knows limits.** Every queue has a bound; at the bound `post` gives the batch back.
 

@@ -14,5 +14,6 @@ pub mod copy;
 #[cfg_attr(all(target_arch = "x86_64", not(miri)), path = "copy_x86.rs")]
 #[cfg_attr(not(all(target_arch = "x86_64", not(miri))), path = "copy_plain.rs")]
 mod copy_arch;
+pub mod fabric;
 pub mod mapping;
 pub mod region;

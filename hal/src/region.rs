@@ -376,10 +376,6 @@ impl RegionBuf {
         second.lease.len = 0;
         Ok(first)
     }
-
-    pub(crate) fn pointer(&self) -> *mut u8 {
-        self.lease.pointer()
-    }
 }
 
 impl Deref for RegionBuf {
@@ -457,7 +453,7 @@ impl RegionBytes {
         }
     }
 
-    pub(crate) fn pointer(&self) -> *mut u8 {
+    fn pointer(&self) -> *mut u8 {
         self.lease.region.0.pointer(self.offset())
     }
 }
