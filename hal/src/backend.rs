@@ -3,3 +3,4 @@
 pub mod host;
 mod tally;
 pub mod tcp;
+pub mod shm;

@@ -1,0 +1,257 @@
+//! The two halves of a shared-memory link: each end writes one and looks at the other.
+//!
+//! A half is a sealed memfd that its owner alone can map writable: counters, a ring of requests and a ring of replies, all
+//! of 64-bit words that are only ever read and written atomically. What a peer's half says is untrusted: an entry is copied
+//! out once and checked afterwards. Invariants: a ring's head counts entries ever published and moves only forward; an
+//! entry is written before the head that publishes it, and not written again before the peer's consumed count passed it.
+#![allow(unsafe_code)]
+
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicU64, Ordering, fence};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::mapping::{Backing, MapError, Mapping, REGION_LEN_MAX, SEALS};
+
+/// Entries of each ring; a power of two.
+pub(super) const RING_LEN: u64 = 1024;
+/// Words of one entry.
+pub(super) const ENTRY_WORDS: usize = 8;
+/// One request, reply or socket record.
+pub(super) type Entry = [u64; ENTRY_WORDS];
+
+/// Version of the layout, in the first word.
+const LAYOUT: u64 = 0x4d50_5348_4d00_0001;
+const CACHE_LINE_WORDS: usize = 8;
+const RINGS_AT: usize = 16 * CACHE_LINE_WORDS;
+const HALF_WORDS: usize = RINGS_AT + 2 * (RING_LEN as usize) * ENTRY_WORDS;
+
+/// A counter of a half; each has a cache line of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(super) enum Counter {
+    /// The layout's version.
+    Layout = 0,
+    /// Requests that the half's owner published.
+    RequestHead = 1,
+    /// Replies that it published.
+    ReplyHead = 2,
+    /// Requests of the other end that it consumed.
+    RequestsConsumed = 3,
+    /// Replies of the other end that it consumed.
+    RepliesConsumed = 4,
+    /// Odd while it sleeps until its socket wakes it; grows with each sleep.
+    Sleep = 5,
+    /// 1 once it closed the link: what is copied out of its memory from then on must not be used.
+    Closed = 6,
+    /// Bytes that it copied for the other end's requests, ever.
+    BytesApplied = 7,
+    /// The ticket that it wants cut short.
+    Cut = 8,
+}
+
+/// Which ring of a half.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ring {
+    /// What the half's owner asks for.
+    Requests,
+    /// What it answers.
+    Replies,
+}
+
+impl Ring {
+    const fn head(self) -> Counter {
+        match self {
+            Self::Requests => Counter::RequestHead,
+            Self::Replies => Counter::ReplyHead,
+        }
+    }
+
+    /// The counter in the other end's half that says how far it consumed this ring.
+    const fn consumed(self) -> Counter {
+        match self {
+            Self::Requests => Counter::RequestsConsumed,
+            Self::Replies => Counter::RepliesConsumed,
+        }
+    }
+
+    fn word_of(self, index: u64) -> usize {
+        let ring = if self == Self::Requests { 0 } else { RING_LEN as usize };
+        RINGS_AT + (ring + slot(index)) * ENTRY_WORDS
+    }
+}
+
+#[allow(clippy::cast_possible_truncation)] // below RING_LEN
+fn slot(index: u64) -> usize {
+    (index % RING_LEN) as usize
+}
+
+/// Our half: we write it, the peer looks at it.
+#[derive(Debug)]
+pub(super) struct OwnHalf {
+    mapping: Mapping,
+    published: [u64; 2],
+}
+
+impl OwnHalf {
+    /// A half with empty rings.
+    pub(super) fn new() -> Result<Self, MapError> {
+        let half = Self { mapping: Mapping::new((HALF_WORDS * 8) as u64, Backing::Memfd)?, published: [0; 2] };
+        half.set(Counter::Layout, LAYOUT);
+        Ok(half)
+    }
+
+    /// The descriptor that the peer maps.
+    pub(super) fn shared(&self) -> Option<&Arc<OwnedFd>> {
+        self.mapping.shared()
+    }
+
+    fn word(&self, index: usize) -> &AtomicU64 {
+        assert!(index < HALF_WORDS, "a half has {HALF_WORDS} words");
+        // SAFETY:
+        // - in bounds by the line above: the mapping is `8 * HALF_WORDS` long; aligned: a mapping starts on a page.
+        // - lives as long as the borrow: the mapping is owned by `self`; every access, ours and the peer's, is atomic.
+        unsafe { AtomicU64::from_ptr(self.mapping.base().cast::<u64>().as_ptr().add(index)) }
+    }
+
+    /// Sets a counter; what was written before is visible to whoever reads it.
+    pub(super) fn set(&self, counter: Counter, value: u64) {
+        self.word(counter as usize * CACHE_LINE_WORDS).store(value, Ordering::Release);
+    }
+
+    /// Our own counter.
+    pub(super) fn value(&self, counter: Counter) -> u64 {
+        self.word(counter as usize * CACHE_LINE_WORDS).load(Ordering::Relaxed)
+    }
+
+    /// How many entries of `ring` can be published now. An impossible count of the peer's reads as none.
+    pub(super) fn room(&self, ring: Ring, peer: &PeerHalf) -> u64 {
+        let published = self.published[ring as usize];
+        let waiting = published.wrapping_sub(peer.value(ring.consumed()));
+        RING_LEN.saturating_sub(waiting)
+    }
+
+    /// Publishes an entry; the caller saw room for it.
+    pub(super) fn publish(&mut self, ring: Ring, entry: &Entry) {
+        let head = self.published[ring as usize];
+        let at = ring.word_of(head);
+        for (word, value) in entry.iter().enumerate() {
+            self.word(at + word).store(*value, Ordering::Relaxed);
+        }
+        self.published[ring as usize] = head + 1;
+        self.set(ring.head(), head + 1);
+    }
+}
+
+/// The peer's half: we only look at it.
+#[derive(Debug)]
+pub(super) struct PeerHalf {
+    map: PeerMap,
+}
+
+impl PeerHalf {
+    /// Maps what the peer sent.
+    pub(super) fn new(fd: &OwnedFd) -> Result<Self, PeerMapError> {
+        let half = Self { map: PeerMap::new(fd, (HALF_WORDS * 8) as u64)? };
+        if half.value(Counter::Layout) == LAYOUT { Ok(half) } else { Err(PeerMapError::Layout) }
+    }
+
+    /// A counter of the peer's.
+    pub(super) fn value(&self, counter: Counter) -> u64 {
+        self.map.word(counter as usize * CACHE_LINE_WORDS)
+    }
+
+    /// How many entries wait beyond the `consumed` first ones; `None` if the peer's head is impossible.
+    pub(super) fn waiting(&self, ring: Ring, consumed: u64) -> Option<u64> {
+        let waiting = self.value(ring.head()).wrapping_sub(consumed);
+        (waiting <= RING_LEN).then_some(waiting)
+    }
+
+    /// The entry number `index`, copied out. The caller saw that it is waiting.
+    pub(super) fn entry(&self, ring: Ring, index: u64) -> Entry {
+        let at = ring.word_of(index);
+        core::array::from_fn(|word| self.map.word(at + word))
+    }
+}
+
+/// What a peer sent cannot be mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PeerMapError {
+    /// It is not a sealed memory file of the length it claims.
+    NotSealed,
+    /// Its layout is of another version.
+    Layout,
+    /// The operating system refused.
+    System(i32),
+}
+
+/// Memory of a peer on this host, mapped read-only. Sealed, so that it cannot shrink under us.
+#[derive(Debug)]
+pub(super) struct PeerMap {
+    base: NonNull<u8>,
+    mapped_len: usize,
+    len: u64,
+}
+
+// SAFETY:
+// - `base` blocks Send. The mapping is this value's own until drop and is only read, by atomics and by `copy`, both of which
+//   allow other processes to write meanwhile. Test: `shm::tests` moves devices between threads.
+unsafe impl Send for PeerMap {}
+
+impl PeerMap {
+    /// Maps the first `len` bytes of `fd`, after checking that it is long enough and can never shrink.
+    pub(super) fn new(fd: &OwnedFd, len: u64) -> Result<Self, PeerMapError> {
+        let system = |error: rustix::io::Errno| PeerMapError::System(error.raw_os_error());
+        let seals = rustix::fs::fcntl_get_seals(fd.as_fd()).map_err(|_| PeerMapError::NotSealed)?;
+        let file_len = u64::try_from(rustix::fs::fstat(fd).map_err(system)?.st_size).unwrap_or(0);
+        if !seals.contains(SEALS) || len == 0 || len > file_len || file_len > REGION_LEN_MAX {
+            return Err(PeerMapError::NotSealed);
+        }
+        let mapped_len = usize::try_from(file_len).map_err(|_| PeerMapError::NotSealed)?;
+        // SAFETY:
+        // - a null hint lets the kernel choose a range that nobody uses.
+        // - `fd` has `mapped_len` bytes (fstat above) and cannot shrink (seals above).
+        let base = unsafe { rustix::mm::mmap(core::ptr::null_mut(), mapped_len, ProtFlags::READ, MapFlags::SHARED, fd, 0) }
+            .map_err(system)?;
+        let base = NonNull::new(base.cast::<u8>()).ok_or(PeerMapError::System(12))?;
+        Ok(Self { base, mapped_len, len })
+    }
+
+    /// The 64-bit word number `index`; 0 beyond the end.
+    pub(super) fn word(&self, index: usize) -> u64 {
+        if (index as u64) >= self.len / 8 {
+            return 0;
+        }
+        // SAFETY:
+        // - in bounds by the lines above; aligned: a mapping starts on a page.
+        // - mapped until drop; the owner writes it with atomics, and an atomic load needs no write access.
+        unsafe { AtomicU64::from_ptr(self.base.cast::<u64>().as_ptr().add(index)) }.load(Ordering::Acquire)
+    }
+
+    /// The first of `len` bytes at `offset`, if they are all in the memory.
+    pub(super) fn pointer(&self, offset: u64, len: u64) -> Option<*const u8> {
+        let end = offset.checked_add(len)?;
+        if end > self.len {
+            return None;
+        }
+        // SAFETY: `offset` is within the mapping: `end <= len <= mapped_len`.
+        Some(unsafe { self.base.as_ptr().add(usize::try_from(offset).ok()?) })
+    }
+}
+
+impl Drop for PeerMap {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new` with this length; pointers into it do not outlive the turn that asked for them.
+        unsafe {
+            // An error here would leave the memory mapped: a leak, not a hazard.
+            let _ = rustix::mm::munmap(self.base.as_ptr().cast(), self.mapped_len);
+        }
+    }
+}
+
+/// Orders everything before it against everything after it, also across processes: "I publish, then look whether you sleep".
+pub(super) fn full_fence() {
+    fence(Ordering::SeqCst);
+}
