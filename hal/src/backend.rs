@@ -1,6 +1,6 @@
 //! The backends, one module each. Each keeps [`crate::contract`] and passes the conformance suite.
 
 pub mod host;
+pub mod shm;
 mod tally;
 pub mod tcp;
-pub mod shm;

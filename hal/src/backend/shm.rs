@@ -31,8 +31,8 @@ use rustix::event::epoll;
 
 use self::link::{Asleep, Link, bits_of};
 use crate::contract::{
-    Access, Completions, Connection, Device, DeviceLimits, Inbound, LinkDownReason, LinkId, Memory, NotPosted, OpenError,
-    Post, PostRefusal, RegionMemory, RegisterError, TicketId, Transport, Turn, Wake,
+    Access, Completions, Connection, Device, DeviceLimits, Inbound, LinkDownReason, LinkId, Memory, NotPosted,
+    OpenError, Post, PostRefusal, RegionMemory, RegisterError, TicketId, Transport, Turn, Wake,
 };
 use crate::mapping::HeaderPage;
 

@@ -13,8 +13,8 @@ use super::Regions;
 use super::half::{Counter, Entry, Ring, full_fence};
 use super::link::{Batches, Shared, bits_of, region_of};
 use crate::contract::{
-    Access, End, Event, FarEnd, Inbound, LinkDownReason, Outcome, Post, PostedArrival, PostedMove, Refusal, RemoteRange,
-    TURN_CHUNK_LEN,
+    Access, End, Event, FarEnd, Inbound, LinkDownReason, Outcome, Post, PostedArrival, PostedMove, Refusal,
+    RemoteRange, TURN_CHUNK_LEN,
 };
 use crate::copy::copy;
 
@@ -46,7 +46,9 @@ impl Request {
                 [3, ticket, 0, 0, bits_of(source.region), source.offset, source.len << 17 | index, 0]
             }
             Self::End { ticket, arrival } => match arrival {
-                Some(PostedArrival { region, counter, amount }) => [4, ticket, 1, bits_of(region), counter, amount, 0, 0],
+                Some(PostedArrival { region, counter, amount }) => {
+                    [4, ticket, 1, bits_of(region), counter, amount, 0, 0]
+                }
                 None => [4, ticket, 0, 0, 0, 0, 0, 0],
             },
         }
@@ -169,7 +171,8 @@ impl Asking {
 
     /// A region or grant that batches may name.
     pub(super) fn attach(&mut self, token: &RegionToken) {
-        let attached = Attached { capability: token.capability, epoch_word: token.epoch_word, proof_published: false, memory: 0 };
+        let attached =
+            Attached { capability: token.capability, epoch_word: token.epoch_word, proof_published: false, memory: 0 };
         self.attached.entry(bits_of(token.region)).or_insert(attached);
     }
 
@@ -207,7 +210,8 @@ impl Asking {
     pub(super) fn has_work(&self, shared: &Shared) -> bool {
         let Some(peer) = &shared.peer else { return false };
         let replies = peer.half.waiting(Ring::Replies, self.consumed).is_none_or(|waiting| waiting > 0);
-        let publishable = shared.room(Ring::Requests) > 1 && self.batches.back().is_some_and(|batch| !batch.end_published);
+        let publishable =
+            shared.room(Ring::Requests) > 1 && self.batches.back().is_some_and(|batch| !batch.end_published);
         replies || publishable || self.batches.front().is_some_and(|batch| batch.answer.is_some())
     }
 
@@ -312,7 +316,8 @@ impl Asking {
                 _ => Outcome::link_down(reason, FarEnd::Untouched),
             };
             let last = Outcome::link_down(reason, FarEnd::Untouched);
-            let outcomes: Vec<Outcome> = batch.post.moves.iter().enumerate().map(|(at, posted)| outcome(at, posted)).collect();
+            let outcomes: Vec<Outcome> =
+                batch.post.moves.iter().enumerate().map(|(at, posted)| outcome(at, posted)).collect();
             report_each(&batch.post, &batch.reported, &outcomes, last, inbound);
             inbound.event(Event::Finished { ticket: batch.post.ticket, outcome: last, moves: batch.post.moves });
         }

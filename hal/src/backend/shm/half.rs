@@ -213,8 +213,9 @@ impl PeerMap {
         // SAFETY:
         // - a null hint lets the kernel choose a range that nobody uses.
         // - `fd` has `mapped_len` bytes (fstat above) and cannot shrink (seals above).
-        let base = unsafe { rustix::mm::mmap(core::ptr::null_mut(), mapped_len, ProtFlags::READ, MapFlags::SHARED, fd, 0) }
-            .map_err(system)?;
+        let base =
+            unsafe { rustix::mm::mmap(core::ptr::null_mut(), mapped_len, ProtFlags::READ, MapFlags::SHARED, fd, 0) }
+                .map_err(system)?;
         let base = NonNull::new(base.cast::<u8>()).ok_or(PeerMapError::System(12))?;
         Ok(Self { base, mapped_len, len })
     }

@@ -209,7 +209,13 @@ impl Link {
     }
 
     /// One turn. Returns bytes copied, and whether anything was done.
-    pub(super) fn turn(&mut self, now: Instant, budget: u64, regions: &Regions, inbound: &mut dyn Inbound) -> (u64, bool) {
+    pub(super) fn turn(
+        &mut self,
+        now: Instant,
+        budget: u64,
+        regions: &Regions,
+        inbound: &mut dyn Inbound,
+    ) -> (u64, bool) {
         let mut left = budget;
         if !self.shared.socket.is_flushed() {
             self.shared.socket.flush();

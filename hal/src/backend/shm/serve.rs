@@ -7,13 +7,11 @@
 
 use std::collections::HashMap;
 
+use super::Regions;
 use super::ask::{Reply, Request};
 use super::half::{Counter, Entry, Ring};
 use super::link::{Shared, bits_of, region_of};
-use super::Regions;
-use crate::contract::{
-    Access, Inbound, LinkDownReason, PostedArrival, Refusal, RemoteRange, TURN_CHUNK_LEN,
-};
+use crate::contract::{Access, Inbound, LinkDownReason, PostedArrival, Refusal, RemoteRange, TURN_CHUNK_LEN};
 use crate::copy::copy;
 use millpond_core::batch::{Capability, Rights};
 
@@ -211,7 +209,11 @@ impl Serving {
         };
         let range = RemoteRange { offset: target_at, len: piece, ..target };
         // The whole of it is asked for first, so that a move that does not fit changes nothing.
-        let whole = if self.offset == 0 { inbound.resolve(shared.id, target, Access::Write) } else { Ok(core::ptr::NonNull::dangling()) };
+        let whole = if self.offset == 0 {
+            inbound.resolve(shared.id, target, Access::Write)
+        } else {
+            Ok(core::ptr::NonNull::dangling())
+        };
         let to = match whole.and_then(|_| inbound.resolve(shared.id, range, Access::Write)) {
             Ok(to) => to,
             Err(refusal) => {
