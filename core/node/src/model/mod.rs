@@ -7,7 +7,12 @@
 //! it alone, bit for bit; not on how a prompt was cut into chunks, which requests shared a batch, how many threads ran,
 //! or where pages lay. So prefill on one node and decode on another equal one process, exactly.
 
+mod backend;
+#[cfg(feature = "llama")]
+mod bpe;
 mod kernel;
+#[cfg(feature = "llama")]
+pub mod llama;
 pub mod pages;
 pub mod sample;
 pub mod tokenizer;
@@ -19,6 +24,7 @@ use std::sync::Arc;
 use millpond_core::layout::Layout;
 use thiserror::Error;
 
+pub use backend::{LoadError, Source};
 pub use tokenizer::{ChatMessage, Tokenizer, TokenizerError};
 
 /// What is known about a model without its weights: enough to tokenize, to route and to size pages.
@@ -31,8 +37,10 @@ pub use tokenizer::{ChatMessage, Tokenizer, TokenizerError};
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Card {
-    /// Names the model and its weights, in requests and in names of blocks.
+    /// Its name in requests.
     pub id: String,
+    /// Names the model and its very weights, in names of blocks: other weights, other KV.
+    pub revision: String,
     /// Geometry of its KV.
     pub layout: Layout,
     /// What it can be asked for.

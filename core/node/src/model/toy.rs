@@ -12,8 +12,10 @@ use super::tokenizer::Bytes;
 use super::transformer::{Config, LayerWeights, Transformer};
 use super::{Card, Limits, Model, ModelError, Piece};
 
-/// Its id: a change of the weights changes it.
+/// Its id.
 pub const ID: &str = "toy";
+/// A change of the weights or of the arithmetic changes it.
+const REVISION: &str = "toy@1";
 
 const LAYERS: u32 = 4;
 const HEADS: usize = 8;
@@ -49,6 +51,7 @@ pub fn card() -> Card {
     };
     Card {
         id: ID.into(),
+        revision: REVISION.into(),
         layout: Layout::new(shape).expect("the numbers are within the limits"),
         limits: Limits { context_tokens: CONTEXT, vocabulary: VOCABULARY, chunk_tokens: 64 },
         stop_tokens: vec![Bytes::END_OF_TEXT, Bytes::END],
