@@ -13,7 +13,10 @@ pub mod metrics;
 pub mod model;
 #[cfg(feature = "http")]
 pub mod router;
+#[cfg(feature = "engine")]
+pub mod rpc;
 pub mod runtime;
+#[cfg(feature = "engine")]
 pub mod session;
 #[cfg(feature = "store")]
 pub mod store;

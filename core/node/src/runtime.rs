@@ -87,8 +87,7 @@ pub trait Runtime: Clone + Send + Sync + 'static {
     /// The addresses of `host` at `port`, in the system's order; `host` may be a literal, also `fe80::1%eth0`.
     fn resolve(&self, host: &str, port: u16) -> impl Future<Output = io::Result<Vec<SocketAddr>>> + Send + use<Self> {
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
-        let answer = blocking(self, move || (host.as_str(), port).to_socket_addrs().map(Iterator::collect));
-        async move { answer.await }
+        blocking(self, move || (host.as_str(), port).to_socket_addrs().map(Iterator::collect))
     }
 }
 

@@ -154,6 +154,20 @@ impl SessionError {
             _ => None,
         }
     }
+
+    /// Whether the cause may go away by itself, so that trying again makes sense.
+    #[must_use]
+    pub fn is_passing(&self) -> bool {
+        match self {
+            Self::Address { .. } => false,
+            Self::Hello { failure, .. } => match failure {
+                Failure::Closed => true,
+                Failure::RefusedByPeer(refusal) => matches!(refusal.field, Field::Capacity | Field::Draining),
+                _ => false,
+            },
+            Self::Resolve { .. } | Self::Connect { .. } | Self::Broken { .. } | Self::Deadline { .. } => true,
+        }
+    }
 }
 
 /// A place among the sessions of an acceptor; dropping it makes room for another.

@@ -25,5 +25,6 @@ macro_rules! on_pairs {
     };
 }
 
+mod rpc;
 mod runtime;
 mod session;

@@ -97,8 +97,8 @@ async fn a_lane_leaves_the_runtime_with_its_generation<A: Runtime, B: Runtime>(a
     assert_eq!((near.index, near.generation), (1, 9));
     assert_eq!((far.index, far.generation, far.peer.hello.identity.node), (1, 9, [1; 16]));
     rustix::io::write(&near.fd, b"lane").unwrap();
-    let mut far_end = b.readable(far.fd.try_clone().unwrap()).unwrap();
-    millpond_node::runtime::Readiness::readable(&mut far_end).await.unwrap();
+    let far_end = b.readable(far.fd.try_clone().unwrap()).unwrap();
+    millpond_node::runtime::Readiness::readable(&far_end).await.unwrap();
     let mut word = [0; 8];
     assert_eq!(rustix::io::read(&far.fd, &mut word).unwrap(), 4);
     assert_eq!(port.acceptor.sessions(), 1, "an open lane counts");
