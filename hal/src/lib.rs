@@ -9,6 +9,7 @@
 #![deny(unsafe_code)]
 
 pub mod backend;
+pub mod conformance;
 pub mod contract;
 pub mod copy;
 #[cfg_attr(all(target_arch = "x86_64", not(miri)), path = "copy_x86.rs")]

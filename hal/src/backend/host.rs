@@ -88,7 +88,7 @@ impl Host {
             let Some(mut job) = self.queue.pop_front() else { break };
             if job.post.link == link {
                 job.ended = Some(Ending::LinkDown(reason));
-                job.finish(inbound);
+                job.finish(None, inbound);
             } else {
                 self.queue.push_back(job);
             }
@@ -134,7 +134,7 @@ impl Job {
         self.ended.is_some() || self.index == self.post.moves.len()
     }
 
-    fn finish(mut self, inbound: &mut dyn Inbound) {
+    fn finish(mut self, link: Option<&mut Link>, inbound: &mut dyn Inbound) {
         let ticket = self.post.ticket;
         let mut empty = Outcome::DONE;
         if let Some(ending) = self.ended {
@@ -144,8 +144,9 @@ impl Job {
                 let far_end = if begun { FarEnd::Unknown } else { FarEnd::Untouched };
                 self.next(ending.outcome(far_end), inbound);
             }
-        } else if let (true, Some(arrival)) = (self.all_done, self.post.arrival)
-            && let Err(refusal) = inbound.arrive(self.post.link, arrival)
+        } else if let (true, Some(arrival), Some(link)) = (self.all_done, self.post.arrival, link)
+            && let Err(refusal) = prove(self.post.link, link, arrival.region, inbound)
+                .and_then(|()| inbound.arrive(self.post.link, arrival))
         {
             empty = Outcome { far_end: FarEnd::Done, ..Outcome::refused(refusal) };
             self.tally = Tally::default();
@@ -153,6 +154,16 @@ impl Job {
         }
         self.tally.finish(ticket, empty, self.post.moves, inbound);
     }
+}
+
+/// Shows the capability of an attached region, once.
+fn prove(id: LinkId, link: &mut Link, region: RegionId, inbound: &mut dyn Inbound) -> Result<(), Refusal> {
+    let attached = link.attached.get_mut(&region).ok_or(Refusal::NotProven)?;
+    if !attached.proven {
+        inbound.prove(id, region, attached.capability)?;
+        attached.proven = true;
+    }
+    Ok(())
 }
 
 /// Copies one piece of a move.
@@ -165,11 +176,7 @@ fn step(
     inbound: &mut dyn Inbound,
 ) -> Result<(), Refusal> {
     let region = posted.remote.region;
-    let attached = link.attached.get_mut(&region).ok_or(Refusal::NotProven)?;
-    if !attached.proven {
-        inbound.prove(id, region, attached.capability)?;
-        attached.proven = true;
-    }
+    prove(id, link, region, inbound)?;
     // The whole move is checked at its first piece, so that a refusal leaves the target untouched.
     let first = offset == 0;
     let asked_len = if first { posted.remote.len } else { len };
@@ -296,13 +303,13 @@ unsafe impl Completions for Host {
             turn = Turn::Worked;
             let Some(link) = self.links.get_mut(&job.post.link) else {
                 job.ended = Some(Ending::LinkDown(LinkDownReason::Closed));
-                job.finish(inbound);
+                job.finish(None, inbound);
                 continue;
             };
             budget_bytes = job.run(link, budget_bytes, inbound);
             if job.is_over() {
                 link.posts -= 1;
-                job.finish(inbound);
+                job.finish(Some(link), inbound);
             } else {
                 self.queue.push_front(job);
             }
@@ -326,5 +333,23 @@ unsafe impl Device for Host {
 
     fn limits(&self) -> DeviceLimits {
         LIMITS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conformance::{Clock, PROGRESS_DEADLINE, Pair, run};
+    use crate::fabric::{Fabric, FabricOptions, LinkOptions};
+
+    #[test]
+    fn the_host_backend_conforms() {
+        run(&mut || {
+            let mut fabric = Fabric::new(FabricOptions::new([1; 32])).unwrap();
+            let host = fabric.add_device(Box::new(Host::new())).unwrap();
+            let options = LinkOptions::with_progress_deadline(PROGRESS_DEADLINE);
+            let link = fabric.open(Instant::ZERO, host, Connection::Loopback, options).unwrap();
+            Pair::alone(fabric, link, Clock::Virtual(Instant::ZERO))
+        });
     }
 }
