@@ -2,7 +2,7 @@
 //!
 //! A request has one owner at a time. The router opens one [`METHOD_GENERATE`] stream at a decode node; the decode node
 //! reserves pages, grants them, and calls [`METHOD_PREFILL`] at the prefill node that the router named; the prefill node
-//! writes KV into the grant and answers with the first token; tokens come back over the router's stream. Dropping a call
+//! writes KV into the grant and answers with the first token, ahead of the KV's end; tokens come back over the router's stream. Dropping a call
 //! cancels everything below it, so no reservation outlives its request. Text never travels here: who speaks HTTP owns the
 //! tokenizer. Lengths are tokens unless a name says otherwise; durations are nanoseconds.
 
@@ -13,7 +13,7 @@ use crate::layout::{Dtype, Layout, LayoutError, Shape};
 
 /// Router → decode node, a stream: [`GenerateRequest`] is answered by [`Generated`] messages.
 pub const METHOD_GENERATE: u16 = 0x0301;
-/// Decode node → prefill node, one answer: [`PrefillRequest`] is answered by [`PrefillReply`].
+/// Decode node → prefill node, a stream: [`PrefillRequest`] is answered by [`PrefillStep`] messages.
 pub const METHOD_PREFILL: u16 = 0x0302;
 /// Anybody → a serving node, one answer: [`LoadRequest`] is answered by [`Load`].
 pub const METHOD_LOAD: u16 = 0x0303;
@@ -168,10 +168,10 @@ pub struct Started {
     /// From the prefill call to the first token.
     #[prost(uint64, tag = "3")]
     pub prefill_ns: u64,
-    /// From the first token to the last byte of KV.
+    /// From the first token to the last byte of KV; 0 when the token was sent on before that.
     #[prost(uint64, tag = "4")]
     pub arrive_ns: u64,
-    /// The transport the KV took; empty when it was handed over in the process.
+    /// The transport the KV takes; empty when it was handed over in the process, or is not yet known.
     #[prost(string, tag = "5")]
     pub via: String,
     /// What the prefill node measured.
@@ -200,6 +200,9 @@ pub struct Finished {
     /// The largest batch it was decoded in.
     #[prost(uint32, tag = "4")]
     pub batch_max: u32,
+    /// From the first token to the last byte of KV.
+    #[prost(uint64, tag = "5")]
+    pub arrive_ns: u64,
 }
 
 /// Why a generation ended.
@@ -276,25 +279,55 @@ pub struct PrefillRequest {
     pub via: String,
 }
 
-/// A prompt was computed; every write of its KV was posted and acknowledged.
+/// One message of a prefill's stream: the first token as soon as it is known, then that all KV was written.
 ///
 /// ```
-/// use millpond_core::wire::message::serve::PrefillReply;
-/// assert_eq!(PrefillReply { first_token: 5, ..Default::default() }.first_token, 5);
+/// use millpond_core::wire::message::serve::{FirstToken, PrefillStep};
+/// let step = PrefillStep { first: Some(FirstToken { token: 5, ..Default::default() }), ..Default::default() };
+/// assert!(step.done.is_none());
 /// ```
 #[derive(Clone, PartialEq, ::prost::Message)]
-pub struct PrefillReply {
-    /// The first generated token.
+pub struct PrefillStep {
+    /// The prompt was computed; some of its KV may still be on its way.
+    #[prost(message, optional, tag = "1")]
+    pub first: Option<FirstToken>,
+    /// Every write of KV was acknowledged; nothing follows.
+    #[prost(message, optional, tag = "2")]
+    pub done: Option<PrefillDone>,
+}
+
+/// The first generated token.
+///
+/// ```
+/// use millpond_core::wire::message::serve::FirstToken;
+/// assert_eq!(FirstToken { token: 5, ..Default::default() }.token, 5);
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
+pub struct FirstToken {
+    /// The token.
     #[prost(uint32, tag = "1")]
-    pub first_token: u32,
-    /// Tokens whose KV came from the store.
+    pub token: u32,
+    /// Tokens of the prompt whose KV came from the store.
     #[prost(uint32, tag = "2")]
     pub cached_tokens: u32,
-    /// The transport the KV took.
-    #[prost(string, tag = "3")]
+    /// Where the time went so far.
+    #[prost(message, optional, tag = "3")]
+    pub times: Option<PrefillTimes>,
+}
+
+/// All KV of a prompt lies in its target.
+///
+/// ```
+/// use millpond_core::wire::message::serve::PrefillDone;
+/// assert_eq!(PrefillDone { via: "tcp".into(), ..Default::default() }.via, "tcp");
+/// ```
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PrefillDone {
+    /// The transport it took.
+    #[prost(string, tag = "1")]
     pub via: String,
     /// Where the time went.
-    #[prost(message, optional, tag = "4")]
+    #[prost(message, optional, tag = "2")]
     pub times: Option<PrefillTimes>,
 }
 
