@@ -294,7 +294,7 @@ impl World {
 
     fn join(&mut self, who: u8, a: u8, b: u8) -> Call {
         let index = usize::from(who % 4);
-        if a % 4 == 0 {
+        if a.is_multiple_of(4) {
             self.incarnations[index] += 1;
         }
         let owner = self.owner(who);
@@ -315,13 +315,13 @@ impl World {
             slot: location.slot,
             generation: location.generation,
             len: u64::from(c % 5),
-            version: if b % 4 == 0 { self.version(c) } else { Stamp { term: 1, n: u64::from(b % 8) } },
+            version: if b.is_multiple_of(4) { self.version(c) } else { Stamp { term: 1, n: u64::from(b % 8) } },
             pin: pin(c),
-            mutable: b % 3 == 0,
+            mutable: b.is_multiple_of(3),
         };
         self.places.push((key, location));
         let twin = OwnedEntry { slot: (entry.slot + 1) % 4, key: vec![b'd'], ..entry.clone() };
-        let part = if c % 2 == 0 { Part::Last } else { Part::More };
+        let part = if c.is_multiple_of(2) { Part::Last } else { Part::More };
         let entries = match b % 5 {
             0 => vec![],
             1 => vec![entry, twin],

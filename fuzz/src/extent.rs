@@ -42,7 +42,7 @@ impl World {
     fn apply(&mut self, op: &Op) -> Result<(), String> {
         let unit = u64::from(self.geometry.unit);
         // Lengths around units, from one byte to an eighth of the segment.
-        let scale = if op[2] % 4 == 0 { 32 } else { 4 };
+        let scale = if op[2].is_multiple_of(4) { 32 } else { 4 };
         let len = (u64::from(op[1]) * unit * scale / 32).saturating_sub(u64::from(op[2] % 3)).max(u64::from(op[2] > 2));
         match op[0] % 8 {
             0..3 => {

@@ -91,7 +91,7 @@ impl World {
     /// stay chained hashes, so only what the tree has to refuse is tried.
     fn insert_broken(&mut self, op: &Op, holder: u16, names: &[u64]) -> Result<(), String> {
         let mut broken = names.to_vec();
-        if names.len() > 1 && self.oracle.contains(names[1]) && op[2] % 2 == 0 {
+        if names.len() > 1 && self.oracle.contains(names[1]) && op[2].is_multiple_of(2) {
             broken.remove(0);
         } else {
             broken.push(names[0]);

@@ -7,6 +7,8 @@
 //! Only in `contract` (the traits), `mapping`, `region`, `copy` (and `copy_x86`, `copy_plain`), `fabric::table`, and the files
 //! of `backend` that say so in their first lines.
 #![deny(unsafe_code)]
+// Lengths and offsets of mapped memory fit a usize: what was mapped was mapped by this process.
+#![allow(clippy::cast_possible_truncation)]
 
 pub mod backend;
 pub mod conformance;

@@ -186,10 +186,10 @@ impl Directory {
         }
         match self.owners.get(&node).map(|row| row.incarnation) {
             Some(current) if current > join.owner.incarnation => return Err(Refusal::StaleIncarnation { current }),
-            Some(current) if current < join.owner.incarnation => {
-                if !self.has_bug(SeededBug::KeepsReplicasOfRestartedOwner) {
-                    self.drop_owner(now, node, Reason::OwnerRestarted);
-                }
+            Some(current)
+                if current < join.owner.incarnation && !self.has_bug(SeededBug::KeepsReplicasOfRestartedOwner) =>
+            {
+                self.drop_owner(now, node, Reason::OwnerRestarted);
             }
             None if self.owners.len() >= self.limits.owners_max => {
                 return Err(Refusal::OwnersFull { owners_max: self.limits.owners_max });

@@ -69,7 +69,7 @@ impl Segment {
     /// # Errors
     /// Why it must not have.
     pub fn allocated(&mut self, range: Allocation, align: u64) -> Result<(), String> {
-        if range.offset % align.max(self.unit()) != 0 {
+        if !range.offset.is_multiple_of(align.max(self.unit())) {
             return Err(format!("{range:?} is not aligned to {align}"));
         }
         if !self.is_free(range.offset, range.len) {

@@ -237,12 +237,9 @@ impl Asking {
                 }
                 let posted = batch.post.moves[batch.published];
                 let source = bits_of(posted.local_region);
-                if posted.access == Access::Write && posted.remote.len > 0 {
-                    if let Some(region) = regions.get(&source) {
-                        if !shared.show(region) {
-                            return worked;
-                        }
-                    }
+                let shown = posted.access == Access::Write && posted.remote.len > 0;
+                if shown && regions.get(&source).is_some_and(|region| !shared.show(region)) {
+                    return worked;
                 }
                 prove(&mut self.attached, shared, bits_of(posted.remote.region));
                 let index = batch.published as u64;
