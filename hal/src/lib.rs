@@ -4,13 +4,14 @@
 //! hal moves what it is told to move: it never resolves, dials or accepts, and does not know what a store is.
 //!
 //! # Where `unsafe` lives
-//! Only in `contract` (the traits), `mapping`, `region`, `copy` (and `copy_x86`, `copy_plain`), `fabric::table`, and the files
-//! of `backend` that say so in their first lines.
+//! Only in `contract` (the traits), `mapping`, `region`, `copy` (and `copy_x86`, `copy_plain`), `fabric::table`, `bare::shm`,
+//! and the files of `backend` that say so in their first lines.
 #![deny(unsafe_code)]
 // Lengths and offsets of mapped memory fit a usize: what was mapped was mapped by this process.
 #![allow(clippy::cast_possible_truncation)]
 
 pub mod backend;
+pub mod bare;
 pub mod conformance;
 pub mod contract;
 pub mod copy;
