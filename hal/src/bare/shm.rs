@@ -16,8 +16,9 @@ use crate::mapping::{Backing, HeaderPage, Mapping};
 
 /// Says in the initiator's word that there are no further operations.
 const LAST: u64 = u64::MAX;
-/// Rounds of spinning between looks at whether the other process still lives.
-const ROUNDS: u32 = 1 << 22;
+/// Rounds of spinning before others get the core, and how often that happens between looks at whether the peer still lives.
+const ROUNDS: u32 = 1 << 14;
+const YIELDS: u32 = 1 << 8;
 
 /// A peer's descriptor, mapped read-only.
 struct Peek {
@@ -70,11 +71,14 @@ fn no_memfd() -> io::Error {
 /// Spins until `seen` is happy; fails if the control connection ends first.
 fn wait_until(control: &TcpStream, mut seen: impl FnMut() -> bool) -> io::Result<()> {
     loop {
-        for _ in 0..ROUNDS {
-            if seen() {
-                return Ok(());
+        for _ in 0..YIELDS {
+            for _ in 0..ROUNDS {
+                if seen() {
+                    return Ok(());
+                }
+                core::hint::spin_loop();
             }
-            core::hint::spin_loop();
+            std::thread::yield_now();
         }
         control.set_nonblocking(true)?;
         let gone = matches!(control.peek(&mut [0]), Ok(0));
