@@ -3,7 +3,11 @@
 //! Everything here is generic over [`runtime::Runtime`]; the adapters `millpond-tokio` and `millpond-smol` implement it.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "store")]
+pub mod client;
 pub mod config;
+#[cfg(feature = "store")]
+pub mod directory;
 #[cfg(feature = "engine")]
 pub mod engine;
 #[cfg(feature = "http")]

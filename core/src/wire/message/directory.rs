@@ -628,6 +628,9 @@ pub struct CommitOutcome {
     /// Refused: when to ask again; 0 if that will not help.
     #[prost(uint64, tag = "6")]
     pub retry_after_ns: u64,
+    /// Refused: a [`super::rpc::Reason`]'s code.
+    #[prost(uint32, tag = "7")]
+    pub reason: u32,
 }
 
 /// An outcome per item.
