@@ -4,3 +4,6 @@ pub mod host;
 pub mod shm;
 mod tally;
 pub mod tcp;
+
+#[cfg(test)]
+mod conforms;

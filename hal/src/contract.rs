@@ -614,8 +614,9 @@ pub unsafe trait Memory {
     fn release(&mut self, region: RegionId);
 
     /// A peer's region or grant that batches on `link` may name from now on; the device proves the capability to the peer
-    /// before, or with, the first batch that does. Called again for one it knows it does nothing. A proof that the peer
-    /// refuses ends the moves that need it, not the link.
+    /// before, or with, the first batch that does. Called again for one it knows it does nothing, unless the capability is
+    /// another one, which is then proven too; what was accepted before stays accepted. A proof that the peer refuses ends
+    /// the moves that need it, not the link.
     fn attach(&mut self, link: LinkId, token: &RegionToken) -> Result<(), RegisterError>;
 
     /// Forgets a peer's region on `link`. No batch in flight names it.

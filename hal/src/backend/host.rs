@@ -225,8 +225,8 @@ unsafe impl Memory for Host {
         let Some(link) = self.links.get_mut(&link) else { return Ok(()) };
         let full = link.attached.len() >= ATTACHED_MAX;
         match link.attached.get_mut(&token.region) {
-            // Another token for the same region: it stands for itself.
-            Some(known) if !known.capability.matches(&token.capability) => {
+            // Another token for the same region is proven too; what was accepted before stays accepted.
+            Some(known) if !known.proven && !known.capability.matches(&token.capability) => {
                 *known = Attached { capability: token.capability, proven: false };
             }
             Some(_) => {}

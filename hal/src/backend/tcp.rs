@@ -19,11 +19,11 @@ mod ticket;
 mod transmit;
 
 use core::mem::MaybeUninit;
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use millpond_core::batch::{MemoryKind, RegionId, RegionToken};
+use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken};
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::frame::Proof;
 use rustix::event::epoll;
@@ -131,7 +131,7 @@ pub struct TcpDevice {
     turn_first: usize,
     tools: Tools,
     /// Regions of peers whose proof was sent, per lane.
-    attached: HashSet<(LinkId, RegionId)>,
+    attached: HashMap<(LinkId, RegionId), Capability>,
     /// Batches that ended outside of a poll.
     over: VecDeque<TicketId>,
     next_check: Instant,
@@ -162,7 +162,7 @@ impl TcpDevice {
                 extents: Vec::new(),
                 nowhere: vec![0; NOWHERE_LEN].into_boxed_slice(),
             },
-            attached: HashSet::new(),
+            attached: HashMap::new(),
             over: VecDeque::new(),
             next_check: Instant::NEVER,
         })
@@ -297,7 +297,7 @@ impl TcpDevice {
             for id in tickets {
                 self.tools.tickets.finish(id, End::LinkDown(reason), &mut |event| inbound.event(event));
             }
-            self.attached.retain(|(of, _)| *of != link);
+            self.attached.retain(|(of, _), _| *of != link);
             inbound.event(Event::LinkDown { link, reason });
         }
         any
@@ -348,7 +348,9 @@ unsafe impl Memory for TcpDevice {
 
     fn attach(&mut self, link: LinkId, token: &RegionToken) -> Result<(), RegisterError> {
         let proof = Proof::new(token.region, token.capability);
-        let is_new = self.attached.insert((link, token.region));
+        // Another token for the same region is proven too; what the owner has accepted before stays accepted.
+        let known = self.attached.insert((link, token.region), token.capability);
+        let is_new = known.is_none_or(|known| !known.matches(&token.capability));
         if is_new && let Some(lane) = self.lane(link) {
             lane.prove(proof);
         }

@@ -370,13 +370,12 @@ impl Completion {
         self.outcomes.rest
     }
 
-    /// Whether every request is done.
+    /// Whether the whole batch is done: every request, and its arrival was counted. A batch whose requests are all done may
+    /// still have been cancelled before it was counted; `overall` then says so.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        if self.outcomes.exceptions.is_empty() {
-            return self.outcomes.rest.is_done();
-        }
-        (0..self.batch.len()).all(|index| self.outcome(index).is_done())
+        let exceptions = &self.outcomes.exceptions;
+        self.outcomes.rest.is_done() && exceptions.iter().all(|exception| exception.outcome.is_done())
     }
 
     /// Bytes of the requests that are done.

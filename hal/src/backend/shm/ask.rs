@@ -173,7 +173,11 @@ impl Asking {
     pub(super) fn attach(&mut self, token: &RegionToken) {
         let attached =
             Attached { capability: token.capability, epoch_word: token.epoch_word, proof_published: false, memory: 0 };
-        self.attached.entry(bits_of(token.region)).or_insert(attached);
+        let known = self.attached.entry(bits_of(token.region)).or_insert(attached);
+        if !known.capability.matches(&token.capability) {
+            // Another token for the same region is proven too; what the owner has accepted before stays accepted.
+            (known.capability, known.proof_published) = (token.capability, false);
+        }
     }
 
     /// Forgets it.
@@ -227,7 +231,8 @@ impl Asking {
                 worked = true;
                 let ticket = batch.post.ticket.to_bits();
                 if batch.cancelled || batch.published == batch.post.moves.len() {
-                    let arrival = batch.post.arrival.filter(|_| !batch.cancelled);
+                    // A cancel that comes after the last move leaves the batch whole: it is then counted too.
+                    let arrival = batch.post.arrival.filter(|_| batch.published == batch.post.moves.len());
                     if let Some(arrival) = arrival {
                         prove(&mut self.attached, shared, bits_of(arrival.region));
                     }
@@ -338,7 +343,8 @@ fn on_reply(
     // Answers about batches that we do not know (any more) are nothing to us.
     match reply {
         Reply::Proved { region, memory } => {
-            if let Some(attached) = attached.get_mut(&region) {
+            // A later proof that is refused takes nothing back.
+            if let Some(attached) = attached.get_mut(&region).filter(|_| memory != 0) {
                 attached.memory = memory;
             }
         }

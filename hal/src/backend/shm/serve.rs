@@ -95,7 +95,13 @@ impl Serving {
                     shared.news = true;
                 }
                 Step::Later => {}
-                Step::Stop => break,
+                Step::Stop => {
+                    // Not left to the socket: a request that waits for good would keep us from ever looking at it.
+                    if shared.down.is_none() && shared.peer_closed() {
+                        shared.end(LinkDownReason::PeerClosed);
+                    }
+                    break;
+                }
             }
         }
         worked
@@ -262,8 +268,9 @@ impl Serving {
         if shared.peer_closed() {
             return Step::Stop;
         }
-        self.begin(shared, ticket);
+        // A cut that finds nothing left to drop changes nothing.
         let current = core::mem::take(&mut self.current);
+        let current = if current.ticket == ticket { current } else { Current { ticket, ..Current::default() } };
         let mut code = 0;
         if let (Some(arrival), false, false) = (arrival, current.refused, current.cut) {
             code = inbound.arrive(shared.id, arrival).err().map_or(0, |refusal| u64::from(refusal.code()));

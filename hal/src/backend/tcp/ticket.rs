@@ -60,6 +60,8 @@ pub(super) struct Ticket {
     gaps: Vec<(u32, Range<u32>)>,
     failed: bool,
     cancelled: bool,
+    /// How the count of a batch without moves was refused: no move can carry that outcome.
+    count_refused: Option<Outcome>,
 }
 
 /// What the peer said makes no sense.
@@ -81,6 +83,7 @@ impl Ticket {
             gaps: Vec::new(),
             failed: false,
             cancelled: false,
+            count_refused: None,
         }
     }
 
@@ -94,7 +97,7 @@ impl Ticket {
         (self.next_move, self.next_offset, self.open_slices) = (0, 0, 0);
         self.ended.clear();
         self.gaps.clear();
-        (self.failed, self.cancelled) = (false, false);
+        (self.failed, self.cancelled, self.count_refused) = (false, false, None);
     }
 
     /// What frames of it carry.
@@ -214,7 +217,9 @@ impl Ticket {
         if slice.move_count == 0 {
             // The arrival itself was refused: the writes are there, but the batch is not what was asked for.
             let all = 0..u32::try_from(self.moves.len()).unwrap_or(u32::MAX);
-            self.end_moves(all, Outcome { far_end: FarEnd::Done, ..outcome }, events);
+            let outcome = Outcome { far_end: FarEnd::Done, ..outcome };
+            self.count_refused = self.moves.is_empty().then_some(outcome);
+            self.end_moves(all, outcome, events);
             return Ok(());
         }
         if extents.end > slice.move_count {
@@ -358,6 +363,7 @@ impl Ticket {
             self.end_done_slices(events);
             Outcome { end, far_end }
         };
+        let outcome = self.count_refused.unwrap_or(outcome);
         let moves = core::mem::take(&mut self.moves);
         events(Event::Finished { ticket: self.id, outcome, moves });
     }
