@@ -10,6 +10,7 @@
 #![allow(unsafe_code)]
 
 mod lane;
+mod proof;
 mod receive;
 mod serve;
 mod socket;

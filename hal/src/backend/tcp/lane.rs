@@ -8,6 +8,7 @@ use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::frame::{Frame, GoodbyeReason, HEADER_LEN, Proof};
 
 use super::TcpOptions;
+use super::proof::{Guarded, Refused};
 use super::receive::{Received, Receiver};
 use super::socket;
 use super::transmit::{Flushed, Style, Tools, Transmitter};
@@ -41,6 +42,7 @@ pub(super) struct Lane {
     ping_nonce: u64,
     /// Sending failed; what the peer said before is read first.
     broken: Option<LinkDownReason>,
+    refused: Refused,
 }
 
 impl Lane {
@@ -64,6 +66,7 @@ impl Lane {
             seen: (0, 0),
             ping_nonce: 0,
             broken: None,
+            refused: Refused::default(),
         })
     }
 
@@ -124,6 +127,13 @@ impl Lane {
     /// Receives, acts, sends. Says whether anything moved.
     pub(super) fn turn(&mut self, now: Instant, budget: u64, tools: &mut Tools, inbound: &mut dyn Inbound) -> bool {
         self.has_more = false;
+        let mut refused = core::mem::take(&mut self.refused);
+        let moved = self.guarded_turn(now, budget, tools, &mut Guarded { inbound, refused: &mut refused });
+        self.refused = refused;
+        moved
+    }
+
+    fn guarded_turn(&mut self, now: Instant, budget: u64, tools: &mut Tools, inbound: &mut dyn Inbound) -> bool {
         let received = self.into.turn(self.fd.as_fd(), budget, tools, &mut self.out, inbound);
         self.into.grant(&mut self.out);
         match (received, self.broken) {

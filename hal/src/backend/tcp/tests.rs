@@ -384,7 +384,8 @@ fn without_proof_nothing_is_done_and_with_a_wrong_one_neither() {
         let moves = vec![left.posted(0, 0, 4096, Access::Write)];
         let ticket = left.post(moves, None);
         finish(&mut left, &mut right, ticket);
-        let refused = Outcome::refused(Refusal::NotProven);
+        let why = if capability.is_some() { Refusal::WrongCapability } else { Refusal::NotProven };
+        let refused = Outcome::refused(why);
         let ended = left.owner.ended.get(&ticket).cloned().unwrap_or_default();
         assert_eq!(ended, if wanted { vec![] } else { vec![(0, 1, refused)] });
     }
