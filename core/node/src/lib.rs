@@ -15,6 +15,8 @@ pub mod http;
 pub mod metrics;
 #[cfg(feature = "http")]
 pub mod model;
+#[cfg(feature = "engine")]
+pub mod node;
 #[cfg(feature = "http")]
 pub mod router;
 #[cfg(feature = "engine")]

@@ -191,6 +191,21 @@ pub struct Identity {
     pub host: HostIdentity,
 }
 
+impl Identity {
+    /// The stable id of the node that is called `name`; names are unique in a cluster.
+    ///
+    /// ```
+    /// use millpond_core::wire::hello::Identity;
+    /// assert_ne!(Identity::id_of("store-0"), Identity::id_of("store-1"));
+    /// ```
+    #[must_use]
+    pub fn id_of(name: &str) -> [u8; 16] {
+        let digest = blake3::derive_key("millpond node id v1", name.as_bytes());
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, ..] = digest;
+        [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p]
+    }
+}
+
 /// The KV layout of a node that has one, as fields, so that a mismatch can be named.
 ///
 /// ```

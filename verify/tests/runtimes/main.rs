@@ -25,6 +25,7 @@ macro_rules! on_pairs {
     };
 }
 
+mod node;
 mod rpc;
 mod runtime;
 mod session;
