@@ -2,6 +2,7 @@
 
 pub mod host;
 pub mod shm;
+pub mod sim;
 mod tally;
 pub mod tcp;
 

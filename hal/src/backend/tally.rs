@@ -23,6 +23,20 @@ impl Tally {
         }
     }
 
+    /// All moves were told, and the batch as a whole ended otherwise: its count is missing.
+    pub(crate) fn finish_otherwise(
+        self,
+        ticket: TicketId,
+        outcome: Outcome,
+        moves: Vec<PostedMove>,
+        inbound: &mut dyn Inbound,
+    ) {
+        if let Some(last) = self.outcome {
+            inbound.event(Event::Ended { ticket, first: self.first, count: self.count, outcome: last });
+        }
+        inbound.event(Event::Finished { ticket, outcome, moves });
+    }
+
     /// All moves were told, or the rest ended like the last one told; `empty` is for a batch without moves.
     pub(crate) fn finish(self, ticket: TicketId, empty: Outcome, moves: Vec<PostedMove>, inbound: &mut dyn Inbound) {
         inbound.event(Event::Finished { ticket, outcome: self.outcome.unwrap_or(empty), moves });
