@@ -3,6 +3,8 @@
 //! Everything here is generic over [`runtime::Runtime`]; the adapters `millpond-tokio` and `millpond-smol` implement it.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "cli")]
+pub mod cli;
 #[cfg(feature = "store")]
 pub mod client;
 pub mod config;

@@ -1,0 +1,3 @@
+//! The command line, the same in both binaries.
+
+pub mod store_cmds;
