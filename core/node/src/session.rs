@@ -257,6 +257,14 @@ impl Target {
         Ok(Self { host: host.to_owned(), port: port.parse().map_err(|_| wrong())?, node: None })
     }
 
+    /// Its addresses, in the system's order.
+    ///
+    /// # Errors
+    /// The resolver's answer.
+    pub async fn resolve<R: Runtime>(&self, runtime: &R) -> io::Result<Vec<SocketAddr>> {
+        runtime.resolve(&self.host, self.port).await
+    }
+
     /// The same, if it is this node and no other.
     #[must_use]
     pub fn expecting(self, node: [u8; 16]) -> Self {
