@@ -6,15 +6,17 @@ use futures::future::{BoxFuture, FutureExt, ready};
 use millpond_core::hash::BlockName;
 use parking_lot::Mutex;
 
+use crate::client::{ClientError, Got, Put, PutOptions, StoreClient, Target};
 use crate::engine::{RegionBuf, RegionBytes};
+use crate::runtime::Runtime;
 
 /// Where full blocks are kept and found again. A cache: what it lost is computed once more.
 pub trait Blocks: Send + Sync + 'static {
     /// How many of `names`, counted from the first, are there.
     fn leading(&self, names: Vec<BlockName>) -> BoxFuture<'static, usize>;
 
-    /// Fills `page` with a block; the page comes back, filled in `Ok`.
-    fn load(&self, name: BlockName, page: RegionBuf) -> BoxFuture<'static, Result<RegionBuf, Missing>>;
+    /// Fills each page with its block; the pages come back in order, filled in `Ok`.
+    fn load(&self, wanted: Vec<(BlockName, RegionBuf)>) -> BoxFuture<'static, Vec<Result<RegionBuf, Missing>>>;
 
     /// Keeps a block that follows `parent`; whether it is kept now.
     fn keep(&self, name: BlockName, parent: Option<BlockName>, page: RegionBytes) -> BoxFuture<'static, bool>;
@@ -29,6 +31,79 @@ pub trait Blocks: Send + Sync + 'static {
 pub struct Missing {
     /// The page; its bytes are undefined.
     pub page: Option<RegionBuf>,
+}
+
+/// Blocks in the store of the cluster, under `kv/` and their names in hexadecimal.
+pub struct StoreBlocks<R> {
+    client: StoreClient<R>,
+}
+
+impl<R: Runtime> StoreBlocks<R> {
+    /// Blocks that `client` reaches.
+    pub fn new(client: StoreClient<R>) -> Self {
+        Self { client }
+    }
+}
+
+fn key(name: BlockName) -> Vec<u8> {
+    format!("kv/{name}").into_bytes()
+}
+
+impl<R: Runtime> Blocks for StoreBlocks<R> {
+    fn leading(&self, names: Vec<BlockName>) -> BoxFuture<'static, usize> {
+        let client = self.client.clone();
+        async move {
+            let keys: Vec<Vec<u8>> = names.into_iter().map(key).collect();
+            match client.exists(&keys).await {
+                Ok(present) => present.iter().take_while(|is_there| **is_there).count(),
+                Err(error) => {
+                    tracing::warn!(%error, "the store does not say which blocks it has; they are computed");
+                    0
+                }
+            }
+        }
+        .boxed()
+    }
+
+    fn load(&self, wanted: Vec<(BlockName, RegionBuf)>) -> BoxFuture<'static, Vec<Result<RegionBuf, Missing>>> {
+        let client = self.client.clone();
+        async move {
+            let wanted = wanted.into_iter().map(|(name, page)| (key(name), Target::Into(page))).collect();
+            let got = client.get_batch(wanted).await;
+            got.into_iter()
+                .map(|got| match got {
+                    Ok(Got::Hit(value)) => value.into_buffer().ok_or(Missing { page: None }),
+                    Ok(Got::Miss { buffer, .. }) => Err(Missing { page: buffer }),
+                    Err(ClientError::Owners { buffer, .. }) => Err(Missing { page: buffer }),
+                    Err(ClientError::BufferLength { buffer, .. }) => Err(Missing { page: Some(buffer) }),
+                    Err(error) => {
+                        tracing::warn!(%error, "a block cannot be loaded; it is computed");
+                        Err(Missing { page: None })
+                    }
+                })
+                .collect()
+        }
+        .boxed()
+    }
+
+    fn keep(&self, name: BlockName, parent: Option<BlockName>, page: RegionBytes) -> BoxFuture<'static, bool> {
+        let client = self.client.clone();
+        async move {
+            let options = PutOptions { parent: parent.map(key), ..PutOptions::default() };
+            match client.put(&key(name), page, &options).await {
+                Ok(Put::Stored(_) | Put::AlreadyThere { .. }) => true,
+                Ok(Put::Refused { reason, detail, .. }) => {
+                    tracing::debug!(%reason, detail, "a block was not stored");
+                    false
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a block was not stored");
+                    false
+                }
+            }
+        }
+        .boxed()
+    }
 }
 
 /// Blocks in the memory of this process, for runs without a store: at most so many, the oldest go first.
@@ -77,16 +152,16 @@ impl Blocks for LocalBlocks {
         ready(names.iter().take_while(|name| state.blocks.contains_key(name)).count()).boxed()
     }
 
-    fn load(&self, name: BlockName, mut page: RegionBuf) -> BoxFuture<'static, Result<RegionBuf, Missing>> {
+    fn load(&self, wanted: Vec<(BlockName, RegionBuf)>) -> BoxFuture<'static, Vec<Result<RegionBuf, Missing>>> {
         let state = self.state.lock();
-        let result = match state.blocks.get(&name).filter(|block| block.len() == page.len()) {
-            Some(block) => {
+        let load = |(name, mut page): (BlockName, RegionBuf)| match state.blocks.get(&name) {
+            Some(block) if block.len() == page.len() => {
                 page.copy_from_slice(block);
                 Ok(page)
             }
-            None => Err(Missing { page: Some(page) }),
+            _ => Err(Missing { page: Some(page) }),
         };
-        ready(result).boxed()
+        ready(wanted.into_iter().map(load).collect()).boxed()
     }
 
     fn keep(&self, name: BlockName, _: Option<BlockName>, page: RegionBytes) -> BoxFuture<'static, bool> {

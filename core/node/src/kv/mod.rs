@@ -4,6 +4,6 @@ mod blocks;
 mod pool;
 mod tenants;
 
-pub use blocks::{Blocks, LocalBlocks, Missing};
+pub use blocks::{Blocks, LocalBlocks, Missing, StoreBlocks};
 pub use pool::{Page, Pool, PoolError, Taken};
 pub use tenants::Tenants;

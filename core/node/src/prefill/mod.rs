@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use futures::future::{Either, select};
-use futures::stream::{FuturesUnordered, StreamExt};
+use futures::stream::StreamExt;
 use millpond_core::hash::BlockName;
 use millpond_core::time::Duration;
 use millpond_core::wire::message::serve::{PrefillTimes, Sampling};
@@ -27,7 +27,7 @@ use crate::runtime::{Runtime, blocking};
 
 pub use outlet::{Outlet, Sender};
 
-/// Blocks that are loaded or stored side by side for one request.
+/// Blocks that are stored side by side for one request.
 const BLOCKS_IN_FLIGHT: usize = 8;
 /// How long somebody waits for pages before looking again.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -274,29 +274,15 @@ impl<R: Runtime> Prefill<R> {
             _ => 0,
         };
         if let Some(blocks) = inner.blocks.as_ref().filter(|_| hits > 0) {
-            let mut next = 0;
-            let mut loads = FuturesUnordered::new();
-            let wanted = hits;
-            while next < wanted || !loads.is_empty() {
-                while next < wanted && loads.len() < BLOCKS_IN_FLIGHT {
-                    if let Some(buf) = pages[next].lend() {
-                        let load = blocks.load(names[next], buf);
-                        let index = next;
-                        loads.push(async move { (index, load.await) });
-                    }
-                    next += 1;
-                }
-                match loads.next().await {
-                    Some((index, Ok(buf))) => pages[index].give_back(buf),
-                    Some((index, Err(missing))) => {
-                        hits = hits.min(index);
-                        match missing.page {
-                            Some(buf) => pages[index].give_back(buf),
-                            // The page's memory is still out; another takes its place.
-                            None => pages[index] = inner.take(1).await.pop().ok_or_else(no_page)?,
-                        }
-                    }
-                    None => {}
+            let wanted = names.iter().zip(&mut pages[..hits]).filter_map(|(name, page)| Some((*name, page.lend()?)));
+            let loaded = blocks.load(wanted.collect()).await;
+            hits = hits.min(loaded.len());
+            for (index, page) in loaded.into_iter().enumerate() {
+                hits = if page.is_ok() { hits } else { hits.min(index) };
+                match page.or_else(|missing| missing.page.ok_or(())) {
+                    Ok(buf) => pages[index].give_back(buf),
+                    // The page's memory is still out; another takes its place.
+                    Err(()) => pages[index] = inner.take(1).await.pop().ok_or_else(no_page)?,
                 }
             }
         }
