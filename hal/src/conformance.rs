@@ -14,6 +14,8 @@ use crate::region::{Region, RegionBuf, RegionBytes};
 mod endings;
 mod moves;
 mod refusals;
+#[cfg(test)]
+mod tests;
 
 /// Pairs are made with links of this progress deadline.
 pub const PROGRESS_DEADLINE: Duration = Duration::from_millis(150);
@@ -195,6 +197,8 @@ impl Pair {
     /// Steps until the ticket ended.
     fn end(&mut self, ticket: Ticket) -> Completion {
         self.until("a ticket", |pair| pair.here.is_finished(&ticket));
+        let unknown = self.here.stats().events_unknown + self.there().stats().events_unknown;
+        assert_eq!(unknown, 0, "events that name nothing known, such as a second end of a ticket");
         self.here.take(ticket).expect("it has finished")
     }
 

@@ -433,3 +433,6 @@ impl core::fmt::Debug for Fabric {
         f.debug_struct("Fabric").field("devices", &names).field("stats", &self.tables.stats).finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;
