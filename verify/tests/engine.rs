@@ -13,7 +13,7 @@ fn options(node: u8) -> Options {
 }
 
 fn with_engine<F: Future<Output = ()>>(test: impl FnOnce(Engine<Tokio>) -> F) {
-    millpond_tokio::run(|runtime| test(Engine::start(runtime, options(1)))).unwrap();
+    millpond_tokio::run(|runtime| test(Engine::start(runtime, options(1)).unwrap())).unwrap();
 }
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -94,7 +94,7 @@ fn what_makes_no_sense_is_refused_and_comes_back() {
 #[test]
 fn a_thread_without_a_runtime_moves_a_batch_itself() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let engine = Engine::start(Tokio::new(runtime.handle().clone()), options(1));
+    let engine = Engine::start(Tokio::new(runtime.handle().clone()), options(1)).unwrap();
     let blocking = engine.blocking();
     let region = engine.allocate(4096, Backing::Heap).unwrap();
     let grant = engine.grant_write(vec![region.carve(0, 64).unwrap()]).unwrap();

@@ -560,6 +560,33 @@ impl Ended {
     }
 }
 
+/// The dialing end of a hello over any stream, with `node` and no other.
+///
+/// # Errors
+/// No session; what the hello came to.
+pub(crate) async fn shake_as_dialer<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: &mut S,
+    credentials: &Credentials,
+    purpose: Purpose,
+    node: [u8; 16],
+) -> Result<Peer, SessionError> {
+    let mut machine = Box::new(Machine::dial(credentials.config(purpose).expecting(node), nonce()));
+    shake(stream, &mut machine, |_| Ok(())).await.map_err(|ended| ended.into_error("a process of this host".to_owned()))
+}
+
+/// The accepting end of a hello over any stream.
+///
+/// # Errors
+/// No session; what the hello came to.
+pub(crate) async fn shake_as_acceptor<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: &mut S,
+    credentials: &Credentials,
+    decide: impl FnMut(&Peer) -> Result<(), Refusal>,
+) -> Result<Peer, SessionError> {
+    let mut machine = Box::new(Machine::accept(credentials.config(Purpose::Control), nonce()));
+    shake(stream, &mut machine, decide).await.map_err(|ended| ended.into_error("a process of this host".to_owned()))
+}
+
 /// Drives one end of a hello to its end.
 async fn shake<S: AsyncRead + AsyncWrite + Unpin>(
     stream: &mut S,

@@ -7,7 +7,8 @@
 use millpond_core::time::Duration;
 
 use super::remote::RemoteExtent;
-use super::{RegionBuf, RegionBytes};
+use super::transfer::Outcome;
+use super::{Region, RegionBuf, RegionBytes};
 
 /// A list of reads and writes that starts with one call and ends as one [`Transfer`](super::Transfer), with a status per
 /// request.
@@ -28,6 +29,8 @@ use super::{RegionBuf, RegionBytes};
 pub struct Batch {
     pub(super) requests: Vec<Request>,
     pub(super) settings: Settings,
+    /// Kept for its allocation.
+    pub(super) outcomes: Vec<Outcome>,
 }
 
 /// How a batch travels. Plain data, kept apart from the requests.
@@ -63,14 +66,42 @@ pub(super) enum Request {
         /// Where it goes.
         target: RegionBuf,
     },
+    /// As `Write`, from a raw region.
+    WriteRaw {
+        /// What to send.
+        source: RawRange,
+        /// Where it goes.
+        target: RemoteExtent,
+    },
+    /// As `Read`, into a raw region.
+    ReadRaw {
+        /// What to fetch.
+        source: RemoteExtent,
+        /// Where it goes.
+        target: RawRange,
+    },
 }
 
 impl Request {
     pub(super) fn remote(&self) -> &RemoteExtent {
         match self {
-            Self::Write { target, .. } => target,
-            Self::Read { source, .. } => source,
+            Self::Write { target, .. } | Self::WriteRaw { target, .. } => target,
+            Self::Read { source, .. } | Self::ReadRaw { source, .. } => source,
         }
+    }
+}
+
+/// Part of a raw region, which it keeps alive.
+#[derive(Clone, Debug)]
+pub(super) struct RawRange {
+    pub(super) region: Region,
+    pub(super) offset: u64,
+}
+
+impl RawRange {
+    /// The same range without its first `len` bytes.
+    pub(super) fn skip(&self, len: u64) -> Self {
+        Self { region: self.region.clone(), offset: self.offset + len }
     }
 }
 
@@ -175,7 +206,7 @@ impl Batch {
     /// Like [`Batch::new`], with room for `count` requests.
     #[must_use]
     pub fn with_capacity(count: usize) -> Self {
-        Self { requests: Vec::with_capacity(count), settings: Settings::default() }
+        Self { requests: Vec::with_capacity(count), ..Self::default() }
     }
 
     /// Adds a write of all of `source` to the first bytes of `target`.
@@ -215,6 +246,21 @@ impl Batch {
     pub fn push_read(&mut self, source: RemoteExtent, target: RegionBuf) -> usize {
         assert_eq!(source.len(), bytes_of(target.len()), "a read copies equal lengths; cut the extent or the buffer");
         self.requests.push(Request::Read { source, target });
+        self.requests.len() - 1
+    }
+
+    /// Adds a write of `target.len()` bytes at `offset` of a raw region, whose owner may change them meanwhile: the peer
+    /// gets old, new or torn bytes then. Returns the request's index.
+    pub fn push_write_raw(&mut self, source: &Region, offset: u64, target: RemoteExtent) -> usize {
+        let source = RawRange { region: source.clone(), offset };
+        self.requests.push(Request::WriteRaw { source, target });
+        self.requests.len() - 1
+    }
+
+    /// Adds a read of `source` to `offset` of a raw region. Returns the request's index.
+    pub fn push_read_raw(&mut self, source: RemoteExtent, target: &Region, offset: u64) -> usize {
+        let target = RawRange { region: target.clone(), offset };
+        self.requests.push(Request::ReadRaw { source, target });
         self.requests.len() - 1
     }
 
@@ -281,7 +327,7 @@ impl Batch {
     pub fn into_buffers(self) -> Vec<RegionBuf> {
         let buffer = |request| match request {
             Request::Read { target, .. } => Some(target),
-            Request::Write { .. } => None,
+            _ => None,
         };
         self.requests.into_iter().filter_map(buffer).collect()
     }

@@ -1,94 +1,315 @@
-//! What all handles of one engine share: its tables, its timers, and the copies inside this process.
+//! What all handles of one engine share: the shard behind its progress lock, the queue in front of it, and timers.
 //!
-//! Nothing here knows a runtime; the driver task of `Engine` calls in. Invariant: no handle holds the lock across a wait.
+//! Nothing here knows a runtime. Whoever holds the progress lock moves everything along; who finds it taken leaves what it
+//! wants in the inbox, and the holder looks there again after it let go. Invariants: no handle holds the lock across a
+//! wait; nothing stays in the inbox while nobody holds the lock.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::Waker;
+use std::thread::Thread;
 
 use futures::task::AtomicWaker;
-use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken, Rights};
-use millpond_core::quiet::Far;
-use millpond_core::time::{Duration, Instant};
-use parking_lot::Mutex;
+use millpond_core::batch::RegionId;
+use millpond_core::slab::Handle;
+use millpond_core::time::Instant;
+use millpond_hal::fabric::{self, FabricWake};
+use parking_lot::{Mutex, MutexGuard};
 
-use super::batch::{Batch, Request, Via, bytes_of};
-use super::grant::{Arrivals, GrantError, GrantErrorKind};
+use super::batch::{Batch, Via};
 use super::options::Options;
+use super::peers::WantedLane;
+use super::shard::{Shard, StartError};
 use super::statistics::Statistics;
 use super::submit::{SubmitError, SubmitErrorKind};
-use super::transfer::{Cause, Failure, Outcome, RefusalReason, Report, Shared, State, Status, Transfer, TransferId};
-use super::{RegionBuf, RegionBytes, RemoteExtent};
+use super::transfer::{Cause, Shared, Transfer, TransferId};
 use crate::runtime::boot_time;
 
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) options: Options,
-    tables: Mutex<Tables>,
+    shard: Mutex<Shard>,
+    inbox: Mutex<Vec<Wish>>,
+    has_wishes: AtomicBool,
     timers: Mutex<Timers>,
     driver: AtomicWaker,
+    kicked: AtomicBool,
     is_shut_down: AtomicBool,
     next_transfer: AtomicU64,
-    next_grant: AtomicU64,
+    /// Batches accepted and not ended.
+    open: AtomicU32,
+    /// The fabric's descriptor, for callers that sleep on it.
+    pub(super) wake_fd: OwnedFd,
+    waker: fabric::Waker,
+    pub(super) callers: AtomicU32,
+    pub(super) caller_turns: AtomicU64,
+    pub(super) driver_turns: AtomicU64,
+    /// Held by the one caller that sleeps on the descriptor.
+    pub(super) leader: Mutex<()>,
+    /// Callers that wait for the leader to bring their transfer on, or to leave.
+    pub(super) followers: Mutex<Vec<Thread>>,
+    /// How often in a row spinning did not pay.
+    pub(super) spins_lost: AtomicU32,
+    pub(super) own: Handle,
+    refused: AtomicU64,
 }
 
-#[derive(Debug, Default)]
-struct Tables {
-    writable: HashMap<RegionId, Writable>,
-    readable: HashMap<RegionId, Readable>,
-    statistics: Statistics,
-}
-
+/// Something to be done by whoever holds the lock.
 #[derive(Debug)]
-struct Writable {
-    memory: Vec<RegionBuf>,
-    capability: Capability,
-    arrivals: Arc<Arrivals>,
+enum Wish {
+    Start(Arc<Shared>, Batch),
+    Detach(RegionId),
+    /// A transfer was cancelled: look at them all.
+    Look,
 }
 
-#[derive(Debug)]
-struct Readable {
-    memory: Vec<RegionBytes>,
-    capability: Capability,
-}
-
-/// Who is to be woken when. A waker is kept once per instant and wakes late rather than not at all.
+/// Who is to be woken when. A waker that is not needed any more wakes for nothing.
 #[derive(Debug, Default)]
 struct Timers {
     due: BTreeMap<(Instant, u64), Waker>,
     next: u64,
 }
 
-fn failed(reason: RefusalReason) -> Status {
-    Status::Failed(Failure { cause: Cause::Refused { reason }, far: Far::Untouched })
+/// What to wait for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Armed {
+    /// There is work, or somebody else is at it.
+    Now,
+    /// The descriptor, until that instant at the latest.
+    Until(Instant),
 }
 
 impl Core {
-    pub(super) fn new(options: Options) -> Self {
-        Self {
+    pub(super) fn new(options: Options) -> Result<Self, StartError> {
+        let (shard, own) = Shard::new(&options, boot_time())?;
+        let wake_fd = rustix::io::fcntl_dupfd_cloexec(shard.fabric.wake_fd(), 0)
+            .map_err(|error| StartError::System { what: "a descriptor", why: error.to_string() })?;
+        let waker = shard.fabric.waker();
+        Ok(Self {
             options,
-            tables: Mutex::default(),
+            shard: Mutex::new(shard),
+            inbox: Mutex::default(),
+            has_wishes: AtomicBool::new(false),
             timers: Mutex::default(),
             driver: AtomicWaker::new(),
+            kicked: AtomicBool::new(false),
             is_shut_down: AtomicBool::new(false),
             next_transfer: AtomicU64::new(1),
-            next_grant: AtomicU64::new(0),
+            open: AtomicU32::new(0),
+            wake_fd,
+            waker,
+            callers: AtomicU32::new(0),
+            caller_turns: AtomicU64::new(0),
+            driver_turns: AtomicU64::new(0),
+            leader: Mutex::new(()),
+            followers: Mutex::default(),
+            spins_lost: AtomicU32::new(0),
+            own,
+            refused: AtomicU64::new(0),
+        })
+    }
+
+    /// Runs `work` on the shard.
+    pub(super) fn locked<T>(&self, work: impl FnOnce(&mut Shard) -> T) -> T {
+        let mut shard = self.shard.lock();
+        let output = work(&mut shard);
+        self.release(shard);
+        output
+    }
+
+    /// One turn, unless somebody else is at it: `None`.
+    pub(super) fn try_turn(&self) -> Option<bool> {
+        let mut shard = self.shard.try_lock()?;
+        self.grant_wishes(&mut shard);
+        let worked = shard.turn(&self.options, boot_time());
+        self.release(shard);
+        Some(worked)
+    }
+
+    /// Arms the fabric for a sleep.
+    pub(super) fn arm(&self) -> Armed {
+        let Some(mut shard) = self.shard.try_lock() else { return Armed::Now };
+        self.grant_wishes(&mut shard);
+        let now = boot_time();
+        let armed = match shard.fabric.arm(now) {
+            FabricWake::Now => Armed::Now,
+            FabricWake::Within(within) => {
+                let own = within.map_or(Instant::NEVER, |span| now + span);
+                Armed::Until(own.min(shard.next_tick()))
+            }
+        };
+        self.release(shard);
+        armed
+    }
+
+    /// Lets go of the lock, and sees to what was wished for meanwhile.
+    fn release(&self, shard: MutexGuard<'_, Shard>) {
+        let wants_dials = !shard.wanted.is_empty();
+        drop(shard);
+        if wants_dials {
+            self.kick();
+        }
+        // Bounded by who else submits: each round takes what is there.
+        while self.has_wishes.load(Ordering::SeqCst) {
+            let Some(mut shard) = self.shard.try_lock() else { return };
+            self.grant_wishes(&mut shard);
+            let wants_dials = !shard.wanted.is_empty();
+            drop(shard);
+            if wants_dials {
+                self.kick();
+            }
         }
     }
 
-    pub(super) fn statistics(&self) -> Statistics {
-        self.tables.lock().statistics
+    fn wish(&self, wish: Wish) {
+        self.inbox.lock().push(wish);
+        self.has_wishes.store(true, Ordering::SeqCst);
+        if let Some(shard) = self.shard.try_lock() {
+            let mut shard = shard;
+            self.grant_wishes(&mut shard);
+            self.release(shard);
+        }
     }
 
-    pub(super) fn shut_down(&self) {
-        self.is_shut_down.store(true, Relaxed);
-        self.tables.lock().writable.values().for_each(|grant| grant.arrivals.close());
+    fn grant_wishes(&self, shard: &mut Shard) {
+        if !self.has_wishes.load(Ordering::SeqCst) {
+            return;
+        }
+        let mut inbox = self.inbox.lock();
+        self.has_wishes.store(false, Ordering::SeqCst);
+        let wishes: Vec<Wish> = inbox.drain(..).collect();
+        drop(inbox);
+        let now = boot_time();
+        for wish in wishes {
+            match wish {
+                Wish::Start(shared, batch) => self.start(shard, shared, batch, now),
+                Wish::Detach(region) => {
+                    // In flight only if another handle of the same region posted it; its next drop detaches it.
+                    let _ = shard.fabric.detach(region);
+                }
+                Wish::Look => shard.tick(&self.options, now),
+            }
+        }
+    }
+
+    fn start(&self, shard: &mut Shard, shared: Arc<Shared>, batch: Batch, now: Instant) {
+        if let Err((shared, batch)) = shard.start(shared, batch, &self.options, now) {
+            // It was accepted before the table filled up; say so by its report.
+            shared.fail(batch, &Cause::Overload);
+        }
+    }
+
+    pub(super) fn submit(self: &Arc<Self>, batch: Batch) -> Result<Transfer, SubmitError> {
+        if let Some(kind) = self.refusal(&batch) {
+            self.refused.fetch_add(1, Ordering::Relaxed);
+            return Err(SubmitError { kind, batch });
+        }
+        let id = TransferId(self.next_transfer.fetch_add(1, Ordering::Relaxed));
+        let shared = Arc::new(Shared::new(id, Arc::clone(self)));
+        self.open.fetch_add(1, Ordering::Relaxed);
+        let transfer = Transfer::new(Arc::clone(&shared));
+        match self.shard.try_lock() {
+            Some(mut shard) => {
+                self.grant_wishes(&mut shard);
+                self.start(&mut shard, shared, batch, boot_time());
+                self.release(shard);
+            }
+            None => self.wish(Wish::Start(shared, batch)),
+        }
+        Ok(transfer)
+    }
+
+    fn refusal(&self, batch: &Batch) -> Option<SubmitErrorKind> {
+        if self.is_shut_down() {
+            return Some(SubmitErrorKind::ShutDown);
+        }
+        if batch.is_empty() {
+            return Some(SubmitErrorKind::Empty);
+        }
+        let (bytes, bytes_max) = (batch.bytes(), self.options.bytes_per_peer_max);
+        if bytes > bytes_max {
+            return Some(SubmitErrorKind::TooLarge { bytes, bytes_max });
+        }
+        let via = batch.settings.via;
+        if !self.options.allows(via) {
+            return Some(SubmitErrorKind::NoPath { via, why: "the transport is switched off here" });
+        }
+        if via != Via::Auto {
+            let is_wrong = |is_self: bool| is_self != (via == Via::Local);
+            if batch.requests.iter().any(|request| is_wrong(request.remote().region.peer().is_self())) {
+                let why = "the peer is this engine itself for `local`, and another process for the others";
+                return Some(SubmitErrorKind::NoPath { via, why });
+            }
+        }
+        if self.open.load(Ordering::Relaxed) >= self.options.transfers_max {
+            let retry_after = self.shard.try_lock().map_or(RETRY_AFTER, |shard| shard.retry_hint());
+            return Some(SubmitErrorKind::Busy { retry_after });
+        }
+        None
+    }
+
+    pub(super) fn on_transfer_over(&self) {
+        self.open.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn statistics(&self) -> Statistics {
+        let mut statistics = self.locked(|shard| shard.statistics);
+        statistics.transfers_open = u64::from(self.open_transfers());
+        statistics.caller_turns = self.caller_turns.load(Ordering::Relaxed);
+        statistics.driver_turns = self.driver_turns.load(Ordering::Relaxed);
+        statistics.transfers_refused = self.refused.load(Ordering::Relaxed);
+        statistics
+    }
+
+    pub(super) fn open_transfers(&self) -> u32 {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn detach(&self, region: RegionId) {
+        self.wish(Wish::Detach(region));
+    }
+
+    pub(super) fn look(&self) {
+        self.wish(Wish::Look);
+        self.kick();
+    }
+
+    /// Has the driver look for work, also if it sleeps.
+    pub(super) fn kick(&self) {
+        self.kicked.store(true, Ordering::SeqCst);
         self.driver.wake();
     }
 
+    pub(super) fn take_kick(&self) -> bool {
+        self.kicked.swap(false, Ordering::SeqCst)
+    }
+
+    pub(super) fn register_driver(&self, waker: &Waker) {
+        self.driver.register(waker);
+    }
+
+    pub(super) fn take_wanted(&self) -> Vec<WantedLane> {
+        match self.shard.try_lock() {
+            Some(mut shard) if !shard.wanted.is_empty() => std::mem::take(&mut shard.wanted),
+            _ => Vec::new(),
+        }
+    }
+
+    pub(super) fn shut_down(&self) {
+        if !self.is_shut_down.swap(true, Ordering::SeqCst) {
+            self.locked(|shard| {
+                shard.shut_down(&self.options, boot_time());
+                shard.arrivals.values().for_each(|arrivals| arrivals.close());
+            });
+            self.kick();
+            self.waker.wake();
+        }
+    }
+
     pub(super) fn is_shut_down(&self) -> bool {
-        self.is_shut_down.load(Relaxed)
+        self.is_shut_down.load(Ordering::SeqCst)
     }
 
     /// Wakes `waker` at `deadline` or soon after.
@@ -100,7 +321,7 @@ impl Core {
         timers.due.insert(key, waker.clone());
         drop(timers);
         if is_first {
-            self.driver.wake();
+            self.kick();
         }
     }
 
@@ -112,188 +333,7 @@ impl Core {
         }
         timers.due.first_key_value().map_or(Instant::NEVER, |((next, _), _)| *next)
     }
-
-    pub(super) fn register_driver(&self, waker: &Waker) {
-        self.driver.register(waker);
-    }
-
-    fn token(
-        &self,
-        rights: Rights,
-        ranges: impl Iterator<Item = (RegionId, u64, u64)>,
-    ) -> Result<RegionToken, GrantErrorKind> {
-        let (mut memory, mut first, mut end) = (None, u64::MAX, 0);
-        for (region, offset, len) in ranges {
-            if memory.is_some_and(|other| other != region) {
-                return Err(GrantErrorKind::SeveralRegions);
-            }
-            memory = Some(region);
-            first = first.min(offset);
-            end = end.max(offset + len);
-        }
-        let memory = memory.ok_or(GrantErrorKind::Empty)?;
-        if self.is_shut_down() {
-            return Err(GrantErrorKind::ShutDown);
-        }
-        let serial = self.next_grant.fetch_add(1, Relaxed);
-        let slot = u32::try_from(serial).map_err(|_| GrantErrorKind::Full)?;
-        let mut proof = [0; 16];
-        getrandom::fill(&mut proof).map_err(|_| GrantErrorKind::Full)?;
-        let incarnation = self.options.identity.incarnation;
-        let (region, capability) = (RegionId { slot, epoch: 1 }, Capability::new(proof));
-        Ok(RegionToken::new(region, memory, first, end - first, MemoryKind::Host, rights, capability, incarnation, 0))
-    }
-
-    pub(super) fn grant_write(
-        &self,
-        memory: Vec<RegionBuf>,
-    ) -> Result<(RegionToken, Arc<Arrivals>), GrantError<RegionBuf>> {
-        let ranges = memory.iter().map(|buf| (buf.region().id(), buf.offset(), bytes_of(buf.len())));
-        match self.token(Rights::REMOTE_WRITE, ranges) {
-            Ok(token) => {
-                let arrivals = Arc::new(Arrivals::default());
-                let entry = Writable { memory, capability: token.capability, arrivals: Arc::clone(&arrivals) };
-                self.tables.lock().writable.insert(token.region, entry);
-                Ok((token, arrivals))
-            }
-            Err(kind) => Err(GrantError { kind, memory }),
-        }
-    }
-
-    pub(super) fn grant_read(&self, memory: Vec<RegionBytes>) -> Result<RegionToken, GrantError<RegionBytes>> {
-        let ranges = memory.iter().map(|bytes| (bytes.region().id(), bytes.offset(), bytes_of(bytes.len())));
-        match self.token(Rights::REMOTE_READ, ranges) {
-            Ok(token) => {
-                self.tables.lock().readable.insert(token.region, Readable { memory, capability: token.capability });
-                Ok(token)
-            }
-            Err(kind) => Err(GrantError { kind, memory }),
-        }
-    }
-
-    pub(super) fn close_grant(&self, grant: RegionId) -> Vec<RegionBuf> {
-        let Some(entry) = self.tables.lock().writable.remove(&grant) else { return Vec::new() };
-        entry.arrivals.close();
-        entry.memory
-    }
-
-    pub(super) fn close_read_grant(&self, grant: RegionId) -> Vec<RegionBytes> {
-        self.tables.lock().readable.remove(&grant).map(|entry| entry.memory).unwrap_or_default()
-    }
-
-    pub(super) fn submit(&self, mut batch: Batch) -> Result<Transfer, SubmitError> {
-        if let Some(kind) = self.refusal(&batch) {
-            self.tables.lock().statistics.transfers_refused += 1;
-            return Err(SubmitError { kind, batch });
-        }
-        let start = boot_time();
-        let id = TransferId(self.next_transfer.fetch_add(1, Relaxed));
-        let mut tables = self.tables.lock();
-        let arrival = batch.settings.arrival;
-        let mut reached: Option<RegionId> = None;
-        let outcomes: Vec<Outcome> = batch
-            .requests
-            .drain(..)
-            .map(|request| {
-                if let (Request::Write { target, .. }, true) = (&request, arrival.is_some()) {
-                    reached = Some(target.region.inner.token.region);
-                }
-                tables.copy(request)
-            })
-            .collect();
-        let is_done = outcomes.iter().all(|outcome| outcome.status == Status::Done);
-        if let (Some(arrival), Some(grant), true) = (arrival, reached, is_done)
-            && let Some(entry) = tables.writable.get(&grant)
-        {
-            entry.arrivals.on_arrival(arrival);
-        }
-        tables.statistics.transfers_started += 1;
-        tables.statistics.requests += bytes_of(outcomes.len());
-        *(if is_done { &mut tables.statistics.transfers_done } else { &mut tables.statistics.transfers_failed }) += 1;
-        drop(tables);
-        let bytes_done =
-            outcomes.iter().filter(|outcome| outcome.status == Status::Done).map(|outcome| outcome.bytes).sum();
-        let elapsed = boot_time().since(start);
-        let report = Report { outcomes, batch, id, elapsed, via: Some(Via::Local), retries: 0 };
-        let state = State { report: Some(report), is_over: true, waker: None, cancel: false, bytes_done };
-        Ok(Transfer { shared: Arc::new(Shared { id, state: Mutex::new(state) }) })
-    }
-
-    fn refusal(&self, batch: &Batch) -> Option<SubmitErrorKind> {
-        let via = batch.settings.via;
-        if self.is_shut_down() {
-            return Some(SubmitErrorKind::ShutDown);
-        }
-        if batch.is_empty() {
-            return Some(SubmitErrorKind::Empty);
-        }
-        let (bytes, bytes_max) = (batch.bytes(), self.options.bytes_per_peer_max);
-        if bytes > bytes_max {
-            return Some(SubmitErrorKind::TooLarge { bytes, bytes_max });
-        }
-        let is_local = batch.requests.iter().all(|request| request.remote().region.peer().is_self());
-        if !matches!(via, Via::Auto | Via::Local) {
-            return Some(SubmitErrorKind::NoPath { via, why: "the transport is not built in" });
-        }
-        (!is_local).then_some(SubmitErrorKind::NoPath { via, why: "the peer is another process" })
-    }
-
-    pub(super) fn drive_until(&self, transfer: &Transfer) -> Report {
-        loop {
-            if let Some(report) = transfer.shared.state.lock().report.take() {
-                return report;
-            }
-            std::thread::park_timeout(Duration::from_micros(20).into());
-        }
-    }
 }
 
-impl Tables {
-    fn copy(&mut self, request: Request) -> Outcome {
-        match request {
-            Request::Write { source, target } => {
-                let bytes = bytes_of(source.len());
-                let status = self.write(&source, &target).map_or_else(failed, |()| Status::Done);
-                self.statistics.bytes_written += if status == Status::Done { bytes } else { 0 };
-                Outcome { status, bytes, buffer: None }
-            }
-            Request::Read { source, mut target } => {
-                let bytes = bytes_of(target.len());
-                let status = self.read(&source, &mut target).map_or_else(failed, |()| Status::Done);
-                self.statistics.bytes_read += if status == Status::Done { bytes } else { 0 };
-                Outcome { status, bytes, buffer: Some(target) }
-            }
-        }
-    }
-
-    fn write(&mut self, source: &[u8], target: &RemoteExtent) -> Result<(), RefusalReason> {
-        let token = &target.region.inner.token;
-        let grant = self.writable.get_mut(&token.region).ok_or(RefusalReason::Stale)?;
-        if !grant.capability.matches(&token.capability) {
-            return Err(RefusalReason::NotAllowed);
-        }
-        let place = |buf: &&mut RegionBuf| inside(buf.offset(), buf.len(), target).is_some();
-        let buf = grant.memory.iter_mut().find(place).ok_or(RefusalReason::OutOfBounds)?;
-        let start = inside(buf.offset(), buf.len(), target).ok_or(RefusalReason::OutOfBounds)?;
-        buf[start..start + source.len()].copy_from_slice(source);
-        Ok(())
-    }
-
-    fn read(&self, source: &RemoteExtent, target: &mut [u8]) -> Result<(), RefusalReason> {
-        let token = &source.region.inner.token;
-        let grant = self.readable.get(&token.region).ok_or(RefusalReason::Stale)?;
-        if !grant.capability.matches(&token.capability) {
-            return Err(RefusalReason::NotAllowed);
-        }
-        let found = grant.memory.iter().find_map(|bytes| Some((bytes, inside(bytes.offset(), bytes.len(), source)?)));
-        let (bytes, start) = found.ok_or(RefusalReason::OutOfBounds)?;
-        target.copy_from_slice(&bytes[start..start + target.len()]);
-        Ok(())
-    }
-}
-
-/// Where `extent` begins in a range of memory, if it lies inside.
-fn inside(offset: u64, len: usize, extent: &RemoteExtent) -> Option<usize> {
-    let start = extent.offset.checked_sub(offset)?;
-    (start.checked_add(extent.len)? <= bytes_of(len)).then(|| usize::try_from(start).ok())?
-}
+/// A guess, for callers refused while the shard is busy.
+const RETRY_AFTER: millpond_core::time::Duration = millpond_core::time::Duration::from_millis(2);

@@ -4,23 +4,23 @@
 //! quiet. Arrivals are counted per grant and counter, never ordered: a count of n says that n were announced and that
 //! their bytes are visible. Invariant: nobody holds a reference to granted memory, and closed memory is never written.
 
-use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use millpond_core::batch::RegionToken;
+use millpond_core::batch::{RegionId, RegionToken};
 use millpond_core::time::{Duration, Instant};
+use millpond_hal::fabric;
 use parking_lot::Mutex;
 
+use super::RegionBuf;
 use super::batch::Arrival;
 use super::core::Core;
-use super::{RegionBuf, RegionBytes};
 use crate::runtime::boot_time;
 
-/// Counters that one grant may have.
-pub const COUNTERS_PER_GRANT_MAX: usize = 4096;
+/// Counters that one grant may have; an arrival on a further one is refused as busy.
+pub const COUNTERS_PER_GRANT_MAX: usize = 1024;
 
 /// Why memory was not granted; it comes back with the reason.
 #[derive(Debug, thiserror::Error)]
@@ -44,12 +44,12 @@ pub enum GrantErrorKind {
     /// No range was given.
     #[error("a grant covers at least one range")]
     Empty,
-    /// Ranges of several regions were given.
-    #[error("a grant covers ranges of one region; make a grant per region")]
-    SeveralRegions,
-    /// The region is not one of this engine.
-    #[error("the region is not registered with this engine; allocate it there")]
+    /// The region is not one of this engine, or there are several.
+    #[error("a grant covers ranges of one region of this engine; make a grant per region")]
     ForeignRegion,
+    /// Only raw regions are exposed whole.
+    #[error("only a raw region is exposed as a whole; grant ranges of a leased one")]
+    NotRaw,
     /// The table of grants is full.
     #[error("too many grants are open; close some")]
     Full,
@@ -60,22 +60,36 @@ pub enum GrantErrorKind {
 
 /// Ranges of one region that peers may write, from [`Engine::grant_write`](super::Engine::grant_write) until it is closed
 /// or dropped. While it is open there is no view of the bytes here.
-#[derive(Debug)]
 pub struct Grant {
     pub(super) core: Arc<Core>,
+    /// Taken by `close`.
+    pub(super) held: Option<fabric::Grant>,
     pub(super) token: RegionToken,
     pub(super) arrivals: Arc<Arrivals>,
 }
 
 /// Shared bytes that peers may read, from [`Engine::grant_read`](super::Engine::grant_read) until it is dropped: from then
 /// on reads that name it are refused, and one that is half-way through fails.
-#[derive(Debug)]
 pub struct ReadGrant {
     pub(super) core: Arc<Core>,
+    /// Taken on drop.
+    pub(super) held: Option<fabric::ReadGrant>,
     pub(super) token: RegionToken,
 }
 
-/// What arrived in one grant so far.
+impl std::fmt::Debug for Grant {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Grant({})", self.token.region)
+    }
+}
+
+impl std::fmt::Debug for ReadGrant {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ReadGrant({})", self.token.region)
+    }
+}
+
+/// Who waits for arrivals in one grant.
 #[derive(Debug, Default)]
 pub(super) struct Arrivals {
     state: Mutex<ArrivalState>,
@@ -83,31 +97,20 @@ pub(super) struct Arrivals {
 
 #[derive(Debug, Default)]
 struct ArrivalState {
-    counts: BTreeMap<u64, u64>,
     waiters: Vec<(Arrival, Waker)>,
     is_closed: bool,
 }
 
 impl Arrivals {
-    /// Counts, and wakes who waited for it. `false`: no room for another counter, or the grant is closed.
-    pub(super) fn on_arrival(&self, arrival: Arrival) -> bool {
-        let mut state = self.state.lock();
-        if state.is_closed
-            || (state.counts.len() >= COUNTERS_PER_GRANT_MAX && !state.counts.contains_key(&arrival.counter))
-        {
-            return false;
-        }
-        let count = state.counts.entry(arrival.counter).or_default();
-        *count = count.saturating_add(arrival.amount);
-        let count = *count;
-        state.waiters.retain(|(wanted, waker)| {
-            let is_met = wanted.counter == arrival.counter && count >= wanted.amount;
+    /// Counters changed: wakes who waited for that. `count_of` knows them.
+    pub(super) fn on_change(&self, count_of: impl Fn(u64) -> u64) {
+        self.state.lock().waiters.retain(|(wanted, waker)| {
+            let is_met = count_of(wanted.counter) >= wanted.amount;
             if is_met {
                 waker.wake_by_ref();
             }
             !is_met
         });
-        true
     }
 
     pub(super) fn close(&self) {
@@ -116,8 +119,14 @@ impl Arrivals {
         state.waiters.drain(..).for_each(|(_, waker)| waker.wake());
     }
 
-    fn count(&self, counter: u64) -> u64 {
-        self.state.lock().counts.get(&counter).copied().unwrap_or(0)
+    /// Registers a waiter; `false` once it is closed.
+    fn wait(&self, wanted: Arrival, waker: &Waker) -> bool {
+        let mut state = self.state.lock();
+        let is_known = |(other, known): &(Arrival, Waker)| *other == wanted && known.will_wake(waker);
+        if !state.is_closed && !state.waiters.iter().any(is_known) {
+            state.waiters.push((wanted, waker.clone()));
+        }
+        !state.is_closed
     }
 }
 
@@ -146,6 +155,7 @@ pub enum NotArrived {
 #[must_use = "futures do nothing unless awaited"]
 pub struct Arrived {
     core: Arc<Core>,
+    grant: RegionId,
     arrivals: Arc<Arrivals>,
     wanted: Arrival,
     deadline: Instant,
@@ -161,27 +171,37 @@ impl Grant {
     /// How much was counted on `counter` so far; 0 for one that nobody named.
     #[must_use]
     pub fn count(&self, counter: u64) -> u64 {
-        self.arrivals.count(counter)
+        self.core.locked(|shard| shard.fabric.arrived(self.token.region, counter))
     }
 
     /// Waits until at least `wanted.amount` was counted on `wanted.counter`, for at most `within`. The future holds
     /// nothing of the grant: it may be awaited elsewhere, and ends with [`NotArrived::Closed`] when the grant is closed.
     pub fn arrived(&self, wanted: Arrival, within: Duration) -> Arrived {
         let (core, arrivals) = (Arc::clone(&self.core), Arc::clone(&self.arrivals));
-        Arrived { core, arrivals, wanted, deadline: boot_time() + within }
+        Arrived { core, grant: self.token.region, arrivals, wanted, deadline: boot_time() + within }
     }
 
     /// Ends the grant and gives the buffers back once they are quiet: no byte of any peer lands in them any more. Frames
     /// that still name them are refused.
-    pub async fn close(self) -> Vec<RegionBuf> {
-        self.core.close_grant(self.token.region)
+    pub async fn close(mut self) -> Vec<RegionBuf> {
+        self.close_now()
+    }
+
+    /// [`Grant::close`] for callers that do not await; every transport here is quiet at once.
+    fn close_now(&mut self) -> Vec<RegionBuf> {
+        let Some(held) = self.held.take() else { return Vec::new() };
+        let buffers = self.core.locked(|shard| {
+            shard.arrivals.remove(&self.token.region);
+            shard.fabric.close(held)
+        });
+        self.arrivals.close();
+        buffers
     }
 }
 
 impl Drop for Grant {
     fn drop(&mut self) {
-        // After `close` there is nothing left to give back.
-        drop(self.core.close_grant(self.token.region));
+        drop(self.close_now());
     }
 }
 
@@ -195,8 +215,9 @@ impl ReadGrant {
 
 impl Drop for ReadGrant {
     fn drop(&mut self) {
-        let shared: Vec<RegionBytes> = self.core.close_read_grant(self.token.region);
-        drop(shared);
+        if let Some(held) = self.held.take() {
+            self.core.locked(|shard| shard.fabric.revoke(held));
+        }
     }
 }
 
@@ -205,22 +226,18 @@ impl Future for Arrived {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let mut state = this.arrivals.state.lock();
-        let count = state.counts.get(&this.wanted.counter).copied().unwrap_or(0);
+        // Registered first, then looked: a count that changes in between wakes us.
+        let is_open = this.arrivals.wait(this.wanted, context.waker());
+        let count = this.core.locked(|shard| shard.fabric.arrived(this.grant, this.wanted.counter));
         if count >= this.wanted.amount {
             return Poll::Ready(Ok(count));
         }
-        if state.is_closed {
+        if !is_open {
             return Poll::Ready(Err(NotArrived::Closed));
         }
         if boot_time() >= this.deadline {
             return Poll::Ready(Err(NotArrived::Late { count }));
         }
-        let is_same = |other: &Waker| other.will_wake(context.waker());
-        if !state.waiters.iter().any(|(wanted, waker)| *wanted == this.wanted && is_same(waker)) {
-            state.waiters.push((this.wanted, context.waker().clone()));
-        }
-        drop(state);
         this.core.wake_at(this.deadline, context.waker());
         Poll::Pending
     }

@@ -12,21 +12,30 @@
 mod batch;
 mod blocking;
 mod core;
+mod drive;
+mod ending;
 mod grant;
+mod lanes;
 mod options;
 mod peer;
+mod peers;
 mod remote;
+mod shard;
 mod statistics;
 mod submit;
 mod transfer;
+mod work;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-pub use millpond_core::batch::RegionToken;
+pub use millpond_core::batch::{RegionToken, Rights};
 pub use millpond_core::quiet::Far;
 use millpond_core::time::Duration;
-use millpond_core::wire::hello::Identity;
+use millpond_core::wire::hello::{Identity, Refusal};
+use millpond_core::wire::session::Peer as Met;
+pub use millpond_hal::fabric::AllocateError;
+use millpond_hal::fabric::{self, AllocateOptions};
 pub use millpond_hal::mapping::{Backing, MapError, Mapping};
 pub use millpond_hal::region::{LeaseError, Mode, Region, RegionBuf, RegionBytes};
 
@@ -40,19 +49,35 @@ pub use self::statistics::{EXPLAIN_MAX, Explanation, Statistics};
 pub use self::submit::{SubmitError, SubmitErrorKind};
 pub use self::transfer::{Cause, Failure, Outcome, RefusalReason, Report, Status, Transfer, TransferError, TransferId};
 
-use self::core::Core;
-use self::peer::PeerInner;
-use self::remote::Attached;
-use crate::runtime::{Runtime, sleep_until};
+pub use self::shard::StartError;
 
-/// The engine of one node. Clones are handles of the same engine; it stops when [`Engine::shut_down`] is called.
+use self::core::Core;
+use self::grant::Arrivals;
+use self::remote::Attached;
+use crate::runtime::{Runtime, Stop, by, local_addr};
+use crate::session::{Acceptor, Credentials, Lane, Limits, Session};
+
+/// The engine of one node. Clones are handles of the same engine; it stops with [`Engine::shut_down`], or when the last
+/// handle is dropped.
 ///
-/// Its address for peers, its hello and its lanes belong to the node it is part of.
+/// Its address for peers and its hello belong to the node it is part of: the node hands over [lanes](Engine::adopt) that
+/// were accepted on its port. An engine without a node [listens](Engine::listen) itself.
 #[derive(Clone, Debug)]
 pub struct Engine<R> {
     core: Arc<Core>,
     own: Peer,
     runtime: R,
+    _last: Arc<LastHandle>,
+}
+
+/// Stops the engine when it is dropped.
+#[derive(Debug)]
+struct LastHandle(Arc<Core>);
+
+impl Drop for LastHandle {
+    fn drop(&mut self) {
+        self.0.shut_down();
+    }
 }
 
 /// Memory of a peer could not be attached.
@@ -70,49 +95,122 @@ pub enum AttachError {
     /// No transport moves that kind of memory.
     #[error("no transport here moves memory of that kind")]
     Kind,
+    /// The table of attached regions is full.
+    #[error("all {remotes_max} attached regions are in use; drop some")]
+    Full {
+        /// The bound.
+        remotes_max: usize,
+    },
 }
 
 impl<R: Runtime> Engine<R> {
     /// Starts an engine and its driver task on `runtime`.
-    pub fn start(runtime: R, options: Options) -> Self {
-        let identity = options.identity;
-        let core = Arc::new(Core::new(options));
-        let own = Peer { inner: Arc::new(PeerInner { identity, address: None, is_self: true }) };
-        runtime.spawn(drive(runtime.clone(), Arc::clone(&core)));
-        Self { core, own, runtime }
+    pub fn start(runtime: R, options: Options) -> Result<Self, StartError> {
+        let core = Arc::new(Core::new(options)?);
+        let inner = core.locked(|shard| shard.peers.get(core.own).map(|peer| Arc::clone(&peer.inner)));
+        let inner = inner.ok_or_else(|| StartError::System { what: "a table", why: "no peers".to_owned() })?;
+        runtime.spawn(drive::drive(runtime.clone(), Arc::clone(&core)));
+        if let Some(listener) = lanes::shm_listener(&core.options) {
+            runtime.spawn(lanes::accept_shm(runtime.clone(), Arc::clone(&core), listener));
+        }
+        let last = Arc::new(LastHandle(Arc::clone(&core)));
+        Ok(Self { core, own: Peer { inner }, runtime, _last: last })
     }
 
     /// Registered memory of `len` bytes, zeroed, from which buffers are [carved](Region::carve). Freed with its last user.
-    pub fn allocate(&self, len: u64, backing: Backing) -> Result<Region, MapError> {
-        Ok(Region::unregistered(Mapping::new(len, backing)?, Mode::Leased))
+    pub fn allocate(&self, len: u64, backing: Backing) -> Result<Region, AllocateError> {
+        self.core.locked(|shard| shard.fabric.allocate(len, AllocateOptions::default().with_backing(backing)))
+    }
+
+    /// Memory that is copied in and out while peers may do the same: no leases, no references, `rights` for peers on all of
+    /// it once it is [exposed](Engine::expose).
+    pub fn allocate_raw(&self, len: u64, backing: Backing, rights: Rights) -> Result<Region, AllocateError> {
+        self.core.locked(|shard| shard.fabric.allocate(len, AllocateOptions::raw(rights).with_backing(backing)))
+    }
+
+    /// The token by which peers reach all of a raw region, until it is dropped.
+    pub fn expose(&self, region: &Region) -> Result<RegionToken, GrantErrorKind> {
+        self.core.locked(|shard| shard.fabric.expose(region)).map_err(|reason| match reason {
+            fabric::GrantError::NotRaw => GrantErrorKind::NotRaw,
+            other => other.into(),
+        })
     }
 
     /// Lets peers write these ranges, all of one region, until the grant is closed or dropped.
     pub fn grant_write(&self, memory: Vec<RegionBuf>) -> Result<Grant, GrantError<RegionBuf>> {
-        let (token, arrivals) = self.core.grant_write(memory)?;
-        Ok(Grant { core: Arc::clone(&self.core), token, arrivals })
+        self.granting(memory, |shard, memory| {
+            let held = shard.fabric.grant_write(memory)?;
+            let (token, arrivals) = (held.token(), Arc::new(Arrivals::default()));
+            shard.arrivals.insert(token.region, Arc::clone(&arrivals));
+            Ok(Grant { core: Arc::clone(&self.core), held: Some(held), token, arrivals })
+        })
     }
 
     /// Lets peers read these ranges, all of one region, until the grant is dropped.
     pub fn grant_read(&self, memory: Vec<RegionBytes>) -> Result<ReadGrant, GrantError<RegionBytes>> {
-        Ok(ReadGrant { core: Arc::clone(&self.core), token: self.core.grant_read(memory)? })
+        self.granting(memory, |shard, memory| {
+            let held = shard.fabric.grant_read(memory)?;
+            let token = held.token();
+            Ok(ReadGrant { core: Arc::clone(&self.core), held: Some(held), token })
+        })
+    }
+
+    fn granting<B, G>(
+        &self,
+        memory: Vec<B>,
+        grant: impl FnOnce(&mut shard::Shard, Vec<B>) -> Result<G, fabric::NotGranted<B>>,
+    ) -> Result<G, GrantError<B>> {
+        if self.core.is_shut_down() {
+            return Err(GrantError { kind: GrantErrorKind::ShutDown, memory });
+        }
+        let granted = self.core.locked(|shard| grant(shard, memory));
+        granted.map_err(|refused| GrantError { kind: refused.reason.into(), memory: refused.ranges })
     }
 
     /// The node that listens at `address`: says hello and opens a first lane to it, within the connect deadline. A node
-    /// that is open already is given again.
+    /// that is open already is given again. While its handle is kept, lanes that break are dialled again.
     pub async fn open(&self, address: SocketAddr) -> Result<Peer, OpenError> {
-        Err(OpenError::Connect { address, why: "this build reaches no other process yet".to_owned() })
+        if self.core.is_shut_down() {
+            return Err(OpenError::ShutDown);
+        }
+        lanes::open(&self.runtime, &self.core, address).await
+    }
+
+    /// [`Engine::open`] for `host:port` with a name to look up.
+    pub async fn open_named(&self, name: &str) -> Result<Peer, OpenError> {
+        let failed = |why: String| OpenError::Resolve { name: name.to_owned(), why };
+        let (host, port) = name.rsplit_once(':').ok_or_else(|| failed("it has no port".to_owned()))?;
+        let port = port.parse().map_err(|_| failed("its port is no number".to_owned()))?;
+        let deadline = self.runtime.now() + self.core.options.connect_deadline;
+        let found = by(&self.runtime, deadline, self.runtime.resolve(host, port)).await.map_err(|_| OpenError::Late)?;
+        let mut last = failed("it has no address".to_owned());
+        for address in found.map_err(|error| failed(error.to_string()))? {
+            match self.open(address).await {
+                Ok(peer) => return Ok(peer),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
     }
 
     /// The node that a control session introduced, as a peer: for a service that moves bytes to or from its client over the
     /// lanes which the client opened. Waits for the first of them for at most `within`.
     pub async fn peer(&self, identity: &Identity, within: Duration) -> Result<Peer, OpenError> {
-        let own = self.own.identity();
-        if (own.node, own.incarnation) == (identity.node, identity.incarnation) {
-            return Ok(self.itself());
+        let deadline = self.runtime.now() + within;
+        loop {
+            if self.core.is_shut_down() {
+                return Err(OpenError::ShutDown);
+            }
+            if let Some(inner) = self.core.locked(|shard| shard.known_peer(identity)) {
+                return Ok(Peer { inner });
+            }
+            let now = self.runtime.now();
+            if now >= deadline {
+                return Err(OpenError::Late);
+            }
+            // The lane is a connection of its own and may come a moment after the session that speaks of it.
+            self.runtime.sleep(Duration::from_millis(2).min(deadline.since(now))).await;
         }
-        self.runtime.sleep(within).await;
-        Err(OpenError::Late)
     }
 
     /// This engine as a peer of itself: transfers to it are copies in this process.
@@ -127,8 +225,12 @@ impl<R: Runtime> Engine<R> {
         if token.incarnation != peer.identity().incarnation {
             return Err(AttachError::Stale);
         }
-        token.kind().ok_or(AttachError::Kind)?;
-        Ok(RemoteRegion { inner: Arc::new(Attached { peer: peer.clone(), token: *token }) })
+        let region = self.core.locked(|shard| shard.fabric.attach(*token)).map_err(|error| match error {
+            fabric::AttachError::Full { remotes_max } => AttachError::Full { remotes_max },
+            _ => AttachError::Kind,
+        })?;
+        let core = Arc::clone(&self.core);
+        Ok(RemoteRegion { inner: Arc::new(Attached { peer: peer.clone(), token: *token, region, core }) })
     }
 
     /// Starts a batch. All its requests may go to different peers; they end independently, the transfer with the last.
@@ -142,13 +244,54 @@ impl<R: Runtime> Engine<R> {
         Blocking { core: Arc::clone(&self.core) }
     }
 
+    /// Whether a lane that says hello may be welcomed; what it replaces is closed. Give it to the node's
+    /// [`Acceptor::with_admission`]. Sessions that are no lanes are none of its business.
+    pub fn admit(&self, met: &Met) -> Result<(), Refusal> {
+        lanes::admit(&self.core, met)
+    }
+
+    /// Takes over a lane that was accepted and [admitted](Engine::admit).
+    pub fn adopt(&self, lane: Lane) -> Result<Peer, AdoptError> {
+        lanes::adopt(&self.core, lane).map_err(|why| AdoptError { why })
+    }
+
+    /// Listens for lanes at `address` until `stop`; gives the address, whose port was chosen if it was 0. For engines that
+    /// are not part of a node.
+    pub async fn listen(&self, address: SocketAddr, stop: &Stop) -> std::io::Result<SocketAddr> {
+        let listener = self.runtime.listen(address).await?;
+        let local = local_addr(&listener)?;
+        let credentials = Credentials::new(self.core.options.identity);
+        let credentials = self.core.options.key.map_or(credentials, |key| credentials.with_key(key));
+        let admitting = Arc::clone(&self.core);
+        let acceptor =
+            Acceptor::new(credentials, Limits::default()).with_admission(move |met| lanes::admit(&admitting, met));
+        let (runtime, core, stop) = (self.runtime.clone(), Arc::clone(&self.core), stop.clone());
+        self.runtime.spawn(async move {
+            let take = move |session: Session<R::Stream>| {
+                if let Err(why) = lanes::take_session(&core, session) {
+                    tracing::info!(%why, "a session was turned away");
+                }
+            };
+            if let Err(error) = acceptor.run(&runtime, &listener, &stop, take).await {
+                tracing::error!(%error, "the engine's listener broke");
+            }
+        });
+        Ok(local)
+    }
+
     /// What it counted so far.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         self.core.statistics()
     }
 
-    /// Who this engine is.
+    /// What became of a batch that ended: one of the last [`EXPLAIN_MAX`].
+    #[must_use]
+    pub fn explain(&self, id: TransferId) -> Option<Explanation> {
+        self.core.locked(|shard| shard.explain(id))
+    }
+
+    /// What it was started with.
     #[must_use]
     pub fn options(&self) -> &Options {
         &self.core.options
@@ -160,21 +303,27 @@ impl<R: Runtime> Engine<R> {
         &self.runtime
     }
 
-    /// Ends everything: transfers fail with [`Cause::ShutDown`], grants are closed, new work is refused.
+    /// Ends everything: transfers fail with [`Cause::ShutDown`], grants are closed, lanes too, new work is refused.
     pub async fn shut_down(&self) {
         self.core.shut_down();
     }
 }
 
-/// The driver: fires timers. Ends with the engine's last handle or its shutdown.
-async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
-    while !core.is_shut_down() && Arc::strong_count(&core) > 1 {
-        let next = core.fire_timers(runtime.now());
-        let mut is_first = true;
-        let kicked = std::future::poll_fn(|context| {
-            core.register_driver(context.waker());
-            if std::mem::take(&mut is_first) { std::task::Poll::Pending } else { std::task::Poll::Ready(()) }
-        });
-        futures::future::select(std::pin::pin!(kicked), std::pin::pin!(sleep_until(&runtime, next))).await;
+/// A lane was not taken over; its connection is closed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the lane was not taken over: {why}")]
+pub struct AdoptError {
+    /// Why not.
+    pub why: String,
+}
+
+impl From<fabric::GrantError> for GrantErrorKind {
+    fn from(reason: fabric::GrantError) -> Self {
+        match reason {
+            fabric::GrantError::Empty => Self::Empty,
+            fabric::GrantError::ForeignRegion => Self::ForeignRegion,
+            fabric::GrantError::NotRaw => Self::NotRaw,
+            _ => Self::Full,
+        }
     }
 }

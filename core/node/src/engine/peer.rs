@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use millpond_core::slab::Handle;
 use millpond_core::wire::hello::Identity;
 
 use super::batch::Via;
@@ -16,6 +17,8 @@ pub struct Peer {
 
 #[derive(Debug)]
 pub(super) struct PeerInner {
+    /// Its place in the shard's table.
+    pub(super) key: Handle,
     pub(super) identity: Identity,
     /// Where to dial it; `None`: it dials us.
     pub(super) address: Option<SocketAddr>,

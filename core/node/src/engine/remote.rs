@@ -5,9 +5,10 @@
 
 use std::sync::Arc;
 
-use millpond_core::batch::RegionToken;
+use millpond_core::batch::{RegionId, RegionToken};
 
 use super::Peer;
+use super::core::Core;
 
 /// Memory that a peer granted, attached here by [`Engine::attach`](super::Engine::attach). Cheap to clone; dropping it
 /// gives up nothing over there.
@@ -16,10 +17,24 @@ pub struct RemoteRegion {
     pub(super) inner: Arc<Attached>,
 }
 
-#[derive(Debug)]
+/// An entry in the fabric's table of remote regions; given back on drop.
 pub(super) struct Attached {
     pub(super) peer: Peer,
     pub(super) token: RegionToken,
+    pub(super) region: RegionId,
+    pub(super) core: Arc<Core>,
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        self.core.detach(self.region);
+    }
+}
+
+impl std::fmt::Debug for Attached {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Attached").field("peer", &self.peer).field("token", &self.token).finish_non_exhaustive()
+    }
 }
 
 /// A range of a remote region, in bytes.

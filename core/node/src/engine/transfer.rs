@@ -7,14 +7,19 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::task::{Context, Poll, Waker};
+use std::thread::Thread;
 
 use millpond_core::quiet::Far;
-use millpond_core::time::Duration;
+use millpond_core::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::RegionBuf;
-use super::batch::{Batch, Via};
+use super::batch::{Batch, Request, Via};
+use super::core::Core;
+use crate::runtime::boot_time;
 
 /// Why a request did not end well.
 ///
@@ -51,6 +56,9 @@ pub enum Cause {
         /// Why not.
         why: &'static str,
     },
+    /// The engine's tables filled up before it could begin.
+    #[error("the engine has no room for it now; try again in a moment")]
+    Overload,
     /// The engine was shut down.
     #[error("the engine was shut down")]
     ShutDown,
@@ -130,6 +138,18 @@ pub struct Outcome {
     pub bytes: u64,
     /// The buffer of a read, filled if the status is `Done`, with undefined but initialised contents otherwise.
     pub buffer: Option<RegionBuf>,
+    /// Pieces that have not ended.
+    pub(super) pieces: u32,
+    /// What failed so far.
+    pub(super) failed: Option<Failure>,
+    /// Whether a piece ended well.
+    pub(super) any_done: bool,
+}
+
+impl Outcome {
+    pub(super) fn pending(bytes: u64, pieces: u32) -> Self {
+        Self { status: Status::Pending, bytes, buffer: None, pieces, failed: None, any_done: false }
+    }
 }
 
 /// What became of a batch: an outcome per request, in the order of the batch.
@@ -238,31 +258,99 @@ impl Report {
 /// A submitted batch: a future of its [`Report`].
 ///
 /// Dropping it orphans the batch: it runs on to its end, and its memory is given back then.
-#[derive(Debug)]
 #[must_use = "dropping a transfer does not stop it; await it, or cancel it"]
 pub struct Transfer {
-    pub(super) shared: Arc<Shared>,
+    shared: Arc<Shared>,
+    /// Until when polling it spins, once it was polled.
+    spin_end: Option<Instant>,
 }
 
 /// The part of a transfer that caller and shard share.
-#[derive(Debug)]
 pub(super) struct Shared {
     pub(super) id: TransferId,
-    pub(super) state: Mutex<State>,
+    core: Arc<Core>,
+    is_over: AtomicBool,
+    is_cancelled: AtomicBool,
+    bytes_done: AtomicU64,
+    state: Mutex<State>,
 }
 
-#[derive(Debug)]
-pub(super) struct State {
-    /// The outcome, until it was taken.
-    pub(super) report: Option<Report>,
-    /// Whether the outcome came, also after it was taken.
-    pub(super) is_over: bool,
-    pub(super) waker: Option<Waker>,
-    pub(super) cancel: bool,
-    pub(super) bytes_done: u64,
+#[derive(Default)]
+struct State {
+    report: Option<Report>,
+    waker: Option<Waker>,
+    thread: Option<Thread>,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.id)
+    }
+}
+
+impl std::fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Transfer").field("id", &self.shared.id).field("is_over", &self.is_over()).finish()
+    }
+}
+
+impl Shared {
+    pub(super) fn new(id: TransferId, core: Arc<Core>) -> Self {
+        Self {
+            id,
+            core,
+            is_over: AtomicBool::new(false),
+            is_cancelled: AtomicBool::new(false),
+            bytes_done: AtomicU64::new(0),
+            state: Mutex::default(),
+        }
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.is_cancelled.load(Relaxed)
+    }
+
+    pub(super) fn add_bytes(&self, bytes: u64) {
+        self.bytes_done.fetch_add(bytes, Relaxed);
+    }
+
+    /// It is over; whoever waits is woken.
+    pub(super) fn complete(&self, report: Report) {
+        let mut state = self.state.lock();
+        state.report = Some(report);
+        self.is_over.store(true, Release);
+        let (waker, thread) = (state.waker.take(), state.thread.take());
+        drop(state);
+        self.core.on_transfer_over();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        if let Some(thread) = thread {
+            thread.unpark();
+        }
+    }
+
+    /// It ends before it began.
+    pub(super) fn fail(&self, batch: Batch, cause: &Cause) {
+        let Batch { mut requests, settings, mut outcomes } = batch;
+        for request in requests.drain(..) {
+            let mut outcome = Outcome::pending(request.remote().len(), 0);
+            outcome.status = Status::Failed(Failure { cause: cause.clone(), far: Far::Untouched });
+            if let Request::Read { target, .. } = request {
+                outcome.buffer = Some(target);
+            }
+            outcomes.push(outcome);
+        }
+        let batch = Batch { requests, settings, outcomes: Vec::new() };
+        self.complete(Report { outcomes, batch, id: self.id, elapsed: Duration::ZERO, via: None, retries: 0 });
+    }
 }
 
 impl Transfer {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, spin_end: None }
+    }
+
     /// Names it for `explain`.
     #[must_use]
     pub fn id(&self) -> TransferId {
@@ -270,34 +358,65 @@ impl Transfer {
     }
 
     /// Asks for its end: requests not finished yet fail with [`Cause::Cancelled`]. The transfer still has to be awaited for
-    /// its memory, which comes back as soon as it is quiet here. Cheap, and harmless when it is over.
+    /// its memory, which comes back as soon as it is quiet here. Harmless when it is over.
     pub fn cancel(&self) {
-        self.shared.state.lock().cancel = true;
+        self.shared.is_cancelled.store(true, Relaxed);
+        self.shared.core.look();
     }
 
     /// Whether awaiting it would not wait.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.shared.state.lock().is_over
+        self.shared.is_over.load(Acquire)
     }
 
     /// Bytes of requests finished so far.
     #[must_use]
     pub fn bytes_done(&self) -> u64 {
-        self.shared.state.lock().bytes_done
+        self.shared.bytes_done.load(Relaxed)
+    }
+
+    pub(super) fn take_report(&self) -> Option<Report> {
+        if self.is_over() { self.shared.state.lock().report.take() } else { None }
+    }
+
+    pub(super) fn unpark_when_over(&self, thread: &Thread) {
+        self.shared.state.lock().thread = Some(thread.clone());
     }
 }
 
 impl Future for Transfer {
     type Output = Report;
 
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Report> {
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Report> {
+        if !self.is_over() && self.shared.core.drive_once() {
+            self.spin_end = None;
+        }
         let mut state = self.shared.state.lock();
         if let Some(report) = state.report.take() {
             return Poll::Ready(report);
         }
-        assert!(!state.is_over, "a transfer was polled after it had given its report");
+        assert!(!self.is_over(), "a transfer was polled after it had given its report");
         state.waker = Some(context.waker().clone());
+        drop(state);
+        // For a moment the task that waits moves things along itself; after that the driver does.
+        let now = boot_time();
+        let spin_end = self.spin_end.unwrap_or_else(|| self.shared.core.spin_end());
+        self.spin_end = Some(spin_end);
+        if now < spin_end {
+            context.waker().wake_by_ref();
+        } else if spin_end != Instant::ZERO {
+            self.spin_end = Some(Instant::ZERO);
+            self.shared.core.kick();
+        }
         Poll::Pending
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        if !self.is_over() {
+            self.shared.core.kick();
+        }
     }
 }

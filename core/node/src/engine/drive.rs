@@ -1,0 +1,216 @@
+//! Who moves the shard along: a blocking caller while it waits, a polled transfer in passing, the driver task otherwise.
+//!
+//! All of them spin for a moment after something happened, because waking a sleeping core costs more than most transfers,
+//! and spin less the less it pays. The driver yields to its executor between turns, and stays away while callers drive.
+//! An engine with nothing under way sleeps on its descriptor.
+
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::{Context, Poll};
+
+use futures::future::{Either, select};
+use millpond_core::time::{Duration, Instant};
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::core::{Armed, Core};
+use super::lanes;
+use super::transfer::{Report, Transfer};
+use crate::runtime::{Readiness, Runtime, boot_time, sleep_until};
+
+/// How long the driver stays away after callers were seen driving.
+const STAND_BACK: Duration = Duration::from_millis(1);
+/// The longest sleep of a caller; what happened meanwhile without waking it is found then.
+const NAP_MAX: Duration = Duration::from_millis(50);
+
+impl Core {
+    /// How long to spin now. Halved for each time in a row that it did not pay.
+    fn spin_span(&self) -> Duration {
+        Duration::from_nanos(self.options.spin.as_nanos() >> self.spins_lost.load(Relaxed).min(5))
+    }
+
+    fn spin_paid(&self) {
+        if self.spins_lost.load(Relaxed) != 0 {
+            self.spins_lost.store(0, Relaxed);
+        }
+    }
+
+    fn spin_lost(&self) {
+        let lost = self.spins_lost.load(Relaxed);
+        if lost < 5 {
+            self.spins_lost.store(lost + 1, Relaxed);
+        }
+    }
+
+    /// Drives the shard on this thread until a transfer is over.
+    pub(super) fn drive_until(&self, transfer: &Transfer) -> Report {
+        let _here = Here::enter(self);
+        let mut spin_end = boot_time() + self.options.spin;
+        loop {
+            if let Some(report) = transfer.take_report() {
+                return report;
+            }
+            match self.try_turn() {
+                Some(true) => {
+                    self.caller_turns.fetch_add(1, Relaxed);
+                    self.spin_paid();
+                    spin_end = boot_time() + self.options.spin;
+                }
+                _ if boot_time() < spin_end => std::hint::spin_loop(),
+                _ => {
+                    self.spin_lost();
+                    self.nap(transfer);
+                    spin_end = boot_time() + self.spin_span();
+                }
+            }
+        }
+    }
+
+    /// Sleeps until something may have happened: one caller on the descriptor, the others until that one is done.
+    fn nap(&self, transfer: &Transfer) {
+        let Some(leading) = self.leader.try_lock() else {
+            let this = std::thread::current();
+            transfer.unpark_when_over(&this);
+            self.followers.lock().push(this);
+            if !transfer.is_over() {
+                std::thread::park_timeout(STAND_BACK.into());
+            }
+            let this = std::thread::current().id();
+            self.followers.lock().retain(|other| other.id() != this);
+            return;
+        };
+        if let Armed::Until(until) = self.arm()
+            && !transfer.is_over()
+        {
+            let span = until.since(boot_time()).min(NAP_MAX);
+            let nanos = i64::try_from(span.as_nanos()).unwrap_or(i64::MAX);
+            let timeout = Timespec { tv_sec: nanos / 1_000_000_000, tv_nsec: nanos % 1_000_000_000 };
+            // An interrupted or failed wait is a short one: the loop above looks again.
+            let _ = rustix::event::poll(&mut [PollFd::new(&self.wake_fd, PollFlags::IN)], Some(&timeout));
+        }
+        drop(leading);
+    }
+
+    /// A turn in passing, for a future that is being polled.
+    pub(super) fn drive_once(&self) -> bool {
+        let worked = self.try_turn() == Some(true);
+        if worked {
+            self.spin_paid();
+        }
+        worked
+    }
+
+    pub(super) fn spin_end(&self) -> Instant {
+        boot_time() + self.spin_span()
+    }
+}
+
+/// A caller that drives; the driver stands back meanwhile.
+struct Here<'a>(&'a Core);
+
+impl<'a> Here<'a> {
+    fn enter(core: &'a Core) -> Self {
+        core.callers.fetch_add(1, Relaxed);
+        core.caller_turns.fetch_add(1, Relaxed);
+        Self(core)
+    }
+}
+
+impl Drop for Here<'_> {
+    fn drop(&mut self) {
+        let core = self.0;
+        let left = core.callers.fetch_sub(1, Relaxed) - 1;
+        if left > 0 {
+            if let Some(next) = core.followers.lock().pop() {
+                next.unpark();
+            }
+        } else if core.open_transfers() > 0 {
+            core.kick(); // somebody else's transfers are under way
+        }
+    }
+}
+
+/// Gives the executor a chance to run others.
+async fn yield_now() {
+    let mut yielded = false;
+    poll_fn(|context: &mut Context<'_>| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+/// Completes when somebody kicked the driver.
+async fn kicked(core: &Core) {
+    poll_fn(|context| {
+        core.register_driver(context.waker());
+        if core.take_kick() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+}
+
+/// The driver task. Ends with the engine's shutdown, or its last handle.
+pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
+    let mut readiness: Option<R::Readiness> = None;
+    let mut callers_seen = core.caller_turns.load(Relaxed);
+    let mut spin_end = Instant::ZERO;
+    while !core.is_shut_down() {
+        let next_timer = core.fire_timers(boot_time());
+        for wanted in core.take_wanted() {
+            runtime.spawn(lanes::dial_wanted(runtime.clone(), Arc::clone(&core), wanted));
+        }
+        let turns = core.caller_turns.load(Relaxed);
+        if turns != std::mem::replace(&mut callers_seen, turns) || core.callers.load(Relaxed) > 0 {
+            readiness = None; // or every byte would wake this task too
+            let until = next_timer.min(boot_time() + STAND_BACK);
+            select(pin!(kicked(&core)), pin!(sleep_until(&runtime, until))).await;
+            continue;
+        }
+        match core.try_turn() {
+            Some(true) => {
+                core.driver_turns.fetch_add(1, Relaxed);
+                core.spin_paid();
+                spin_end = core.spin_end();
+                yield_now().await;
+                continue;
+            }
+            _ if boot_time() < spin_end => {
+                yield_now().await;
+                continue;
+            }
+            Some(false) if spin_end != Instant::ZERO => {
+                core.spin_lost();
+                spin_end = Instant::ZERO;
+            }
+            _ => {}
+        }
+        if readiness.is_none() {
+            readiness = watch(&runtime, &core);
+        }
+        match core.arm() {
+            // Somebody else is at it, or there is work at once.
+            Armed::Now => yield_now().await,
+            Armed::Until(until) => sleep(&runtime, &core, readiness.as_ref(), until.min(next_timer)).await,
+        }
+    }
+}
+
+fn watch<R: Runtime>(runtime: &R, core: &Core) -> Option<R::Readiness> {
+    let fd = rustix::io::fcntl_dupfd_cloexec(&core.wake_fd, 0).ok()?;
+    runtime.readable(fd).ok()
+}
+
+async fn sleep<R: Runtime>(runtime: &R, core: &Core, readiness: Option<&R::Readiness>, until: Instant) {
+    let Some(readiness) = readiness else {
+        // Out of descriptors: look again by the clock.
+        return runtime.sleep(STAND_BACK).await;
+    };
+    let (events, kick, alarm) = (pin!(readiness.readable()), pin!(kicked(core)), pin!(sleep_until(runtime, until)));
+    if let Either::Left((Either::Left((Err(_), _)), _)) = select(select(events, kick), alarm).await {
+        runtime.sleep(STAND_BACK).await;
+    }
+}

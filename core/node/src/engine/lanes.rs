@@ -1,0 +1,295 @@
+//! How connections become lanes: dialled here or accepted, said hello, taken over by a device.
+//!
+//! TCP lanes come over the node's port; lanes of shared memory over a unix socket in the abstract namespace that is named
+//! after the node and its incarnation. Both say the same hello. Invariant: before a newer generation of a lane is welcomed,
+//! the older one is closed, so that nothing of it is applied any more.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use futures::future::BoxFuture;
+use futures::io::{AsyncRead, AsyncWrite};
+use millpond_core::slab::Handle;
+use millpond_core::wire::hello::{Field, HostIdentity, Identity, Purpose, Refusal};
+use millpond_core::wire::session::Peer as Met;
+use millpond_hal::contract::LaneSide;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
+    recv, send, socket_with,
+};
+
+use super::batch::Via;
+use super::core::Core;
+use super::options::Options;
+use super::peer::{OpenError, Peer, PeerInner};
+use super::peers::{SHM_LANES, WantedLane};
+use super::shard::{NewLane, Shard};
+use crate::runtime::{Readiness, Runtime, boot_time, by, within};
+use crate::session::{
+    Credentials, Lane, Permit, Session, SessionError, Target, dial, shake_as_acceptor, shake_as_dialer,
+};
+
+/// Unix connections that wait to be accepted, at most.
+const BACKLOG: i32 = 64;
+
+fn credentials(options: &Options) -> Credentials {
+    let credentials = Credentials::new(options.identity);
+    options.key.map_or(credentials, |key| credentials.with_key(key))
+}
+
+fn open_error(error: &SessionError, address: std::net::SocketAddr) -> OpenError {
+    match error {
+        SessionError::Deadline { .. } => OpenError::Late,
+        SessionError::Hello { failure, .. } => OpenError::Hello { why: failure.to_string() },
+        SessionError::Resolve { peer, source } => OpenError::Resolve { name: peer.clone(), why: source.to_string() },
+        other => OpenError::Connect { address, why: other.to_string() },
+    }
+}
+
+/// Opens the first lane to whoever listens at `address`.
+pub(super) async fn open<R: Runtime>(
+    runtime: &R,
+    core: &Arc<Core>,
+    address: std::net::SocketAddr,
+) -> Result<Peer, OpenError> {
+    // The generation of a first lane is found out by asking: a node that knows us from before wants a larger one.
+    let known = core.locked(|shard| {
+        let found = shard
+            .peers
+            .iter()
+            .find(|(_, peer)| peer.inner.address == Some(address) && !peer.is_gone && !peer.lanes.is_empty());
+        found.map(|(_, peer)| Arc::clone(&peer.inner))
+    });
+    if let Some(inner) = known {
+        return Ok(Peer { inner });
+    }
+    let deadline = runtime.now() + core.options.connect_deadline;
+    let generation = core.locked(Shard::next_generation);
+    let purpose = Purpose::Lane { index: 0, generation };
+    let session = dial(runtime, &Target::from(address), purpose, &credentials(&core.options), deadline).await;
+    let session = session.map_err(|error| open_error(&error, address))?;
+    let identity = session.peer.hello.identity;
+    let peers_max = core.options.peers_max;
+    let key = core
+        .locked(|shard| shard.peer(identity, Some(address), &core.options))
+        .ok_or(OpenError::TooManyPeers { peers_max })?;
+    adopt_dialled(core, key, session.into_lane().map_err(|error| failed(address, &error))?)
+        .map_err(|why| OpenError::Connect { address, why })?;
+    let inner = core.locked(|shard| shard.peers.get(key).map(|peer| Arc::clone(&peer.inner)));
+    let peer = Peer { inner: inner.ok_or(OpenError::ShutDown)? };
+    if core.options.allows(Via::Shm) && identity.host.is_same_host(&core.options.identity.host) {
+        // The better path, in the background: until it is there the first lane carries everything.
+        core.locked(|shard| shard.want_lane(key, SHM_LANES, boot_time()));
+    }
+    Ok(peer)
+}
+
+fn failed(address: std::net::SocketAddr, error: &io::Error) -> OpenError {
+    OpenError::Connect { address, why: error.to_string() }
+}
+
+fn adopt_dialled(core: &Core, key: Handle, lane: Lane) -> Result<(), String> {
+    let Lane { fd, index, generation, permit, .. } = lane;
+    let lane = NewLane { fd, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit };
+    core.locked(|shard| shard.open_lane(key, lane, &core.options, boot_time()))
+}
+
+/// Dials a lane that the shard wants.
+pub(super) async fn dial_wanted<R: Runtime>(runtime: R, core: Arc<Core>, wanted: WantedLane) {
+    let dialled = if wanted.index >= SHM_LANES {
+        dial_shm(&runtime, &core, &wanted).await
+    } else {
+        dial_tcp(&runtime, &core, &wanted).await
+    };
+    let opened =
+        dialled.and_then(|lane| core.locked(|shard| shard.open_lane(wanted.peer, lane, &core.options, boot_time())));
+    if let Err(why) = opened {
+        tracing::debug!(index = wanted.index, %why, "a lane could not be dialled");
+        core.locked(|shard| shard.on_dial_failed(wanted.peer, wanted.index, &core.options, boot_time()));
+    }
+    core.kick();
+}
+
+async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, String> {
+    let address = wanted.inner.address.ok_or("the peer has no address")?;
+    let target = Target::from(address).expecting(wanted.inner.identity.node);
+    let generation = core.locked(Shard::next_generation);
+    let purpose = Purpose::Lane { index: wanted.index, generation };
+    let deadline = runtime.now() + core.options.connect_deadline;
+    let session = dial(runtime, &target, purpose, &credentials(&core.options), deadline).await;
+    let session = session.map_err(|error| error.to_string())?;
+    let met = session.peer.hello.identity;
+    if met.incarnation != wanted.inner.identity.incarnation {
+        core.locked(|shard| shard.peer(met, Some(address), &core.options));
+        return Err("the node was restarted".to_owned());
+    }
+    let Lane { fd, index, generation, permit, .. } = session.into_lane().map_err(|error| error.to_string())?;
+    Ok(NewLane { fd, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit })
+}
+
+async fn dial_shm<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, String> {
+    let identity = wanted.inner.identity;
+    let fd = unix_socket().map_err(|error| error.to_string())?;
+    connect(&fd, &unix_name(&identity).map_err(|error| error.to_string())?).map_err(|error| error.to_string())?;
+    let mut pipe = UnixPipe::<R>::new(runtime, fd).map_err(|error| error.to_string())?;
+    let generation = core.locked(Shard::next_generation);
+    let purpose = Purpose::Lane { index: wanted.index, generation };
+    let deadline = runtime.now() + core.options.connect_deadline;
+    let credentials = credentials(&core.options);
+    let shaken = by(runtime, deadline, shake_as_dialer(&mut pipe, &credentials, purpose, identity.node)).await;
+    let met = shaken.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+    if met.hello.identity.incarnation != identity.incarnation {
+        return Err("another incarnation answered".to_owned());
+    }
+    let index = wanted.index;
+    let side = LaneSide::Dialed;
+    Ok(NewLane { fd: pipe.into_fd(), via: Via::Shm, side, index, generation, permit: Permit::default() })
+}
+
+/// Whether a lane may be welcomed; closes what it replaces.
+pub(super) fn admit(core: &Core, met: &Met) -> Result<(), Refusal> {
+    let Purpose::Lane { index, generation } = met.hello.purpose else { return Ok(()) };
+    if core.is_shut_down() {
+        return Err(Refusal::of(Field::Draining));
+    }
+    core.locked(|shard| shard.admit(&met.hello.identity, (index, generation), &core.options, boot_time()))
+}
+
+/// Takes over a lane that was accepted on the node's port.
+pub(super) fn adopt(core: &Arc<Core>, lane: Lane) -> Result<Peer, String> {
+    let Lane { fd, peer, index, generation, permit, .. } = lane;
+    let lane = NewLane { fd, via: Via::Tcp, side: LaneSide::Accepted, index, generation, permit };
+    adopt_accepted(core, &peer.hello.identity, lane)
+}
+
+fn adopt_accepted(core: &Core, identity: &Identity, lane: NewLane) -> Result<Peer, String> {
+    let inner = core.locked(|shard| {
+        let key = shard.peer(*identity, None, &core.options).ok_or("no room for another peer")?;
+        shard.open_lane(key, lane, &core.options, boot_time())?;
+        let peer = shard.peers.get(key).ok_or("the peer is forgotten")?;
+        Ok::<Arc<PeerInner>, String>(Arc::clone(&peer.inner))
+    })?;
+    core.kick();
+    Ok(Peer { inner })
+}
+
+fn unix_socket() -> rustix::io::Result<OwnedFd> {
+    socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
+}
+
+fn unix_name(identity: &Identity) -> rustix::io::Result<SocketAddrUnix> {
+    let node: String = identity.node.iter().map(|byte| format!("{byte:02x}")).collect();
+    SocketAddrUnix::new_abstract_name(format!("millpond-{node}-{:x}", identity.incarnation).as_bytes())
+}
+
+/// The unix socket that lanes of shared memory come to. `None` where there is none to be had: then others carry.
+pub(super) fn shm_listener(options: &Options) -> Option<OwnedFd> {
+    if !options.allows(Via::Shm) || options.identity.host == HostIdentity::UNKNOWN {
+        return None;
+    }
+    let fd = unix_socket().ok()?;
+    bind(&fd, &unix_name(&options.identity).ok()?).ok()?;
+    listen(&fd, BACKLOG).ok()?;
+    Some(fd)
+}
+
+/// Accepts lanes of shared memory until the engine is shut down.
+pub(super) async fn accept_shm<R: Runtime>(runtime: R, core: Arc<Core>, listener: OwnedFd) {
+    let Ok(watched) = rustix::io::fcntl_dupfd_cloexec(&listener, 0) else { return };
+    let Ok(readiness) = runtime.readable(watched) else { return };
+    while !core.is_shut_down() {
+        // Looks up now and then whether the engine still runs.
+        let waited = within(&runtime, millpond_core::time::Duration::from_millis(500), readiness.readable()).await;
+        if matches!(waited, Ok(Err(_))) {
+            return;
+        }
+        while let Ok(fd) = accept_with(&listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            runtime.spawn(welcome_shm(runtime.clone(), Arc::clone(&core), fd));
+        }
+    }
+}
+
+async fn welcome_shm<R: Runtime>(runtime: R, core: Arc<Core>, fd: OwnedFd) {
+    let Ok(mut pipe) = UnixPipe::<R>::new(&runtime, fd) else { return };
+    let credentials = credentials(&core.options);
+    let admit_on = Arc::clone(&core);
+    let decide = move |met: &Met| match met.hello.purpose {
+        Purpose::Lane { index, .. } if index >= SHM_LANES => admit(&admit_on, met),
+        _ => Err(Refusal::of(Field::Purpose)),
+    };
+    let shaken =
+        within(&runtime, core.options.connect_deadline, shake_as_acceptor(&mut pipe, &credentials, decide)).await;
+    let Ok(Ok(met)) = shaken else { return };
+    let Purpose::Lane { index, generation } = met.hello.purpose else { return };
+    let fd = pipe.into_fd();
+    let lane = NewLane { fd, via: Via::Shm, side: LaneSide::Accepted, index, generation, permit: Permit::default() };
+    if let Err(why) = adopt_accepted(&core, &met.hello.identity, lane) {
+        tracing::info!(%why, "a lane of shared memory was turned away");
+    }
+}
+
+/// Takes the lanes among the sessions of a port.
+pub(super) fn take_session<S: crate::runtime::Stream>(core: &Arc<Core>, session: Session<S>) -> Result<Peer, String> {
+    adopt(core, session.into_lane().map_err(|error| error.to_string())?)
+}
+
+/// A unix socket while its hello is said.
+struct UnixPipe<R: Runtime> {
+    fd: OwnedFd,
+    readiness: Arc<R::Readiness>,
+    waiting: Option<BoxFuture<'static, io::Result<()>>>,
+}
+
+impl<R: Runtime> UnixPipe<R> {
+    fn new(runtime: &R, fd: OwnedFd) -> io::Result<Self> {
+        let readiness = Arc::new(runtime.readable(fd.as_fd().try_clone_to_owned()?)?);
+        Ok(Self { fd, readiness, waiting: None })
+    }
+
+    fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+}
+
+impl<R: Runtime> Unpin for UnixPipe<R> {}
+
+impl<R: Runtime> AsyncRead for UnixPipe<R> {
+    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut [u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        // Bounded: a second round only when the socket became readable.
+        loop {
+            match recv(&this.fd, &mut *into, RecvFlags::empty()) {
+                Ok((len, _)) => return Poll::Ready(Ok(len)),
+                Err(rustix::io::Errno::AGAIN) => {}
+                Err(error) => return Poll::Ready(Err(error.into())),
+            }
+            let readiness = Arc::clone(&this.readiness);
+            let waiting = this.waiting.get_or_insert_with(|| Box::pin(async move { readiness.readable().await }));
+            match waiting.as_mut().poll(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(woken) => {
+                    this.waiting = None;
+                    woken?;
+                }
+            }
+        }
+    }
+}
+
+impl<R: Runtime> AsyncWrite for UnixPipe<R> {
+    /// A hello is smaller than any socket's buffer: one that does not fit has a peer that does not read.
+    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, from: &[u8]) -> Poll<io::Result<usize>> {
+        Poll::Ready(send(&self.fd, from, SendFlags::NOSIGNAL).map_err(io::Error::from))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_close(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}

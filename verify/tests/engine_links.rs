@@ -1,0 +1,277 @@
+//! Two engines that talk over real links: tcp and shm, in one process.
+
+use millpond_core::time::Duration;
+use millpond_core::wire::hello::{HostIdentity, Identity};
+use millpond_node::engine::{
+    Arrival, Backing, Batch, Cause, Class, Engine, Far, Options, Peer, RefusalReason, Region, Rights, Status, Via,
+};
+use millpond_node::runtime::{Runtime, Stop};
+use millpond_tokio::Tokio;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn options(node: u8, incarnation: u64) -> Options {
+    let host = HostIdentity { boot: [9; 16], namespaces: [u64::from(std::process::id()); 3] };
+    Options::new(Identity { node: [node; 16], incarnation, host })
+}
+
+/// An initiator, a target, and each as the other's peer.
+struct Pair {
+    here: Engine<Tokio>,
+    there: Engine<Tokio>,
+    to_there: Peer,
+    to_here: Peer,
+    _stop: Stop,
+}
+
+async fn pair(runtime: Tokio, node: u8, adjust: impl Fn(&mut Options)) -> Pair {
+    let engine = |node| {
+        let mut options = options(node, 1);
+        adjust(&mut options);
+        Engine::start(runtime.clone(), options).unwrap()
+    };
+    let (here, there, stop) = (engine(node), engine(node + 1), Stop::new());
+    let address = there.listen("127.0.0.1:0".parse().unwrap(), &stop).await.unwrap();
+    let to_there = here.open(address).await.unwrap();
+    let to_here = there.peer(&here.options().identity, SECOND).await.unwrap();
+    Pair { here, there, to_there, to_here, _stop: stop }
+}
+
+fn run<F: Future<Output = ()>>(test: impl FnOnce(Tokio) -> F) {
+    millpond_tokio::run(|runtime| async move {
+        let bounded = tokio::time::timeout(std::time::Duration::from_secs(60), test(runtime));
+        bounded.await.expect("the test took longer than a minute");
+    })
+    .unwrap();
+}
+
+fn pattern(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at * 31 + at / 251 + seed * 17) as u8).collect()
+}
+
+fn filled(region: &Region, offset: u64, bytes: &[u8]) -> millpond_node::engine::RegionBytes {
+    let mut buffer = region.carve(offset, bytes.len() as u64).unwrap();
+    buffer.copy_from_slice(bytes);
+    buffer.freeze()
+}
+
+/// Writes and reads of many sizes, scattered, both ways, over one transport.
+async fn move_everything(pair: &Pair, via: Via) {
+    for (from, to, peer, name) in
+        [(&pair.here, &pair.there, &pair.to_there, "dialled"), (&pair.there, &pair.here, &pair.to_here, "accepted")]
+    {
+        let sizes = [1usize, 4096, 100_000, 1 << 20, (40 << 20) + 123];
+        let total: u64 = sizes.iter().map(|size| *size as u64).sum();
+        let (source, target) =
+            (from.allocate(total, Backing::Memfd).unwrap(), to.allocate(total, Backing::Memfd).unwrap());
+        let grant = to.grant_write(vec![target.carve(0, total).unwrap()]).unwrap();
+        let remote = from.attach(peer, &grant.token()).unwrap();
+        let mut batch = Batch::new().via(via).arrival(Arrival { counter: 5, amount: 3 });
+        let mut at = 0;
+        for (seed, size) in sizes.iter().enumerate() {
+            let bytes = filled(&source, at, &pattern(seed, *size));
+            // From the end to the front, so that nothing joins.
+            batch.push_write(bytes, remote.extent(total - at - *size as u64, *size as u64).unwrap());
+            at += *size as u64;
+        }
+        let report = from.submit(batch).unwrap().await.into_done().unwrap();
+        assert_eq!(report.via(), Some(via), "{name}");
+        assert_eq!(grant.arrived(Arrival { counter: 5, amount: 3 }, SECOND).await, Ok(3), "{name}");
+        assert_eq!(grant.count(6), 0);
+        let written = grant.close().await.pop().unwrap();
+        let mut end = total as usize;
+        for (seed, size) in sizes.iter().enumerate() {
+            assert!(written[end - size..end] == pattern(seed, *size), "{via} {name}: write of {size} bytes");
+            end -= size;
+        }
+        let shared = to.grant_read(vec![written.freeze()]).unwrap();
+        let remote = from.attach(peer, &shared.token()).unwrap();
+        let into = from.allocate(total, Backing::Memfd).unwrap();
+        let batch = Batch::new().via(via).read(remote.whole(), into.carve(0, total).unwrap());
+        let buffers = from.submit(batch).unwrap().await.into_buffers().unwrap();
+        let first = *sizes.last().unwrap();
+        assert!(buffers[0][..first] == pattern(sizes.len() - 1, first), "{via} {name}: read");
+    }
+}
+
+#[test]
+fn bytes_arrive_over_tcp_both_ways() {
+    run(|runtime| async move { move_everything(&pair(runtime, 10, |_| {}).await, Via::Tcp).await });
+}
+
+#[test]
+fn bytes_arrive_over_shm_both_ways() {
+    run(|runtime| async move {
+        let pair = pair(runtime, 20, |_| {}).await;
+        // The first shm batch waits for its lane; the accepting side has it once it was dialled.
+        let region = pair.here.allocate(4096, Backing::Memfd).unwrap();
+        let target = pair.there.allocate(4096, Backing::Memfd).unwrap();
+        let grant = pair.there.grant_write(vec![target.carve(0, 64).unwrap()]).unwrap();
+        let remote = pair.here.attach(&pair.to_there, &grant.token()).unwrap();
+        let batch = Batch::new().via(Via::Shm).write(region.carve(0, 64).unwrap().freeze(), remote.whole());
+        assert!(pair.here.submit(batch).unwrap().await.is_done());
+        move_everything(&pair, Via::Shm).await;
+    });
+}
+
+#[test]
+fn automatic_choice_takes_shared_memory_on_one_host() {
+    run(|runtime| async move {
+        let pair = pair(runtime, 30, |_| {}).await;
+        let region = pair.here.allocate(1 << 20, Backing::Memfd).unwrap();
+        let target = pair.there.allocate(1 << 20, Backing::Memfd).unwrap();
+        let grant = pair.there.grant_write(vec![target.carve(0, 64).unwrap()]).unwrap();
+        let remote = pair.here.attach(&pair.to_there, &grant.token()).unwrap();
+        let mut used = None;
+        for _ in 0..200 {
+            let batch = Batch::new().write(region.carve(0, 64).unwrap().freeze(), remote.whole());
+            let report = pair.here.submit(batch).unwrap().await.into_done().unwrap();
+            used = report.via();
+            if used == Some(Via::Shm) {
+                let why = pair.here.explain(report.id()).unwrap();
+                assert!(why.to_string().contains("shm"), "{why}");
+                break;
+            }
+            pair.here.runtime().sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(used, Some(Via::Shm));
+    });
+}
+
+#[test]
+fn a_named_transport_that_cannot_be_had_fails_within_a_second() {
+    run(|runtime| async move {
+        let pair = pair(runtime.clone(), 40, |options| {
+            options.identity.host = HostIdentity::UNKNOWN;
+        })
+        .await;
+        let region = pair.here.allocate(4096, Backing::Memfd).unwrap();
+        let target = pair.there.allocate(4096, Backing::Memfd).unwrap();
+        let grant = pair.there.grant_write(vec![target.carve(0, 64).unwrap()]).unwrap();
+        let remote = pair.here.attach(&pair.to_there, &grant.token()).unwrap();
+        let start = runtime.now();
+        let batch = Batch::new().via(Via::Shm).write(region.carve(0, 64).unwrap().freeze(), remote.whole());
+        let error = pair.here.submit(batch).unwrap().await.into_done().unwrap_err();
+        assert!(matches!(error.first.cause, Cause::NoPath { via: Via::Shm, .. }), "{error}");
+        assert!(runtime.now().since(start) < SECOND);
+    });
+}
+
+#[test]
+fn a_closed_grant_refuses_and_nothing_else_is_disturbed() {
+    run(|runtime| async move {
+        let pair = pair(runtime, 50, |_| {}).await;
+        let region = pair.here.allocate(8192, Backing::Memfd).unwrap();
+        let target = pair.there.allocate(8192, Backing::Memfd).unwrap();
+        let open = pair.there.grant_write(vec![target.carve(0, 64).unwrap()]).unwrap();
+        let closed = pair.there.grant_write(vec![target.carve(4096, 64).unwrap()]).unwrap();
+        let remotes = [&open, &closed].map(|grant| pair.here.attach(&pair.to_there, &grant.token()).unwrap());
+        let memory = closed.close().await;
+        let batch = Batch::new()
+            .via(Via::Tcp)
+            .write(filled(&region, 0, &[1; 64]), remotes[0].whole())
+            .write(filled(&region, 4096, &[2; 64]), remotes[1].whole());
+        let report = pair.here.submit(batch).unwrap().await;
+        assert_eq!(report.outcomes()[0].status, Status::Done);
+        let Status::Failed(failure) = &report.outcomes()[1].status else { panic!("a closed grant was written") };
+        assert_eq!((&failure.cause, failure.far), (&Cause::Refused { reason: RefusalReason::Stale }, Far::Untouched));
+        assert_eq!((memory[0][..] == [0; 64], open.close().await[0][..] == [1; 64]), (true, true));
+    });
+}
+
+#[test]
+fn a_peer_that_vanishes_fails_batches_by_their_deadline_and_a_restarted_one_is_another() {
+    run(|runtime| async move {
+        let Pair { here, there, to_there, .. } = pair(runtime.clone(), 60, |options| {
+            options.progress_deadline = Duration::from_millis(500);
+        })
+        .await;
+        let region = here.allocate(8192, Backing::Memfd).unwrap();
+        let target = there.allocate(8192, Backing::Memfd).unwrap();
+        let grant = there.grant_write(vec![target.carve(0, 64).unwrap()]).unwrap();
+        let remote = here.attach(&to_there, &grant.token()).unwrap();
+        there.shut_down().await;
+        drop((grant, there));
+        let start = runtime.now();
+        let batch = Batch::new().via(Via::Tcp).write(filled(&region, 0, &[1; 64]), remote.whole());
+        let error = here.submit(batch).unwrap().await.into_done().unwrap_err();
+        assert!(runtime.now().since(start) < Duration::from_secs(2), "{error}");
+        let again = Engine::start(runtime.clone(), options(61, 2)).unwrap();
+        let stop = Stop::new();
+        let address = again.listen("127.0.0.1:0".parse().unwrap(), &stop).await.unwrap();
+        let new_peer = here.open(address).await.unwrap();
+        assert!(new_peer != to_there);
+        assert!(here.attach(&new_peer, &remote.token()).is_err());
+    });
+}
+
+#[test]
+fn a_batch_of_many_pages_is_one_transfer_for_a_blocking_caller() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let tokio = Tokio::new(runtime.handle().clone());
+    let pair = runtime.block_on(pair(tokio, 70, |_| {}));
+    let region = pair.here.allocate_raw(1 << 20, Backing::Memfd, Rights::NONE).unwrap();
+    let target = pair.there.allocate_raw(1 << 20, Backing::Memfd, Rights::REMOTE_WRITE).unwrap();
+    let token = pair.there.expose(&target).unwrap();
+    let remote = pair.here.attach(&pair.to_there, &token).unwrap();
+    let blocking = pair.here.blocking();
+    region.write_at(0, &pattern(3, 128 * 4096)).unwrap();
+    let mut batch = Batch::with_capacity(128).via(Via::Tcp).class(Class::Bulk);
+    for round in 0..50 {
+        for page in 0..128u64 {
+            batch.push_write_raw(&region, page * 4096, remote.extent((127 - page) * 4096, 4096).unwrap());
+        }
+        let report = blocking.run(batch).unwrap();
+        assert!(report.is_done(), "round {round}");
+        batch = report.into_batch();
+    }
+    let mut back = vec![0; 4096];
+    target.read_at(127 * 4096, &mut back).unwrap();
+    assert_eq!(back, pattern(3, 128 * 4096)[..4096]);
+    let mut pending: Vec<_> = (0..8u64)
+        .map(|page| {
+            let mut batch = Batch::new().via(Via::Tcp);
+            batch.push_write_raw(&region, 0, remote.extent(page * 4096, 4096).unwrap());
+            blocking.submit(batch).unwrap()
+        })
+        .collect();
+    while let Some(transfer) = pending.pop() {
+        assert!(blocking.wait(transfer).is_done());
+    }
+}
+
+#[test]
+fn threads_share_one_engine_and_a_cancelled_transfer_ends() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let tokio = Tokio::new(runtime.handle().clone());
+    let pair = runtime.block_on(pair(tokio, 80, |_| {}));
+    let region = pair.here.allocate_raw(64 << 20, Backing::Memfd, Rights::NONE).unwrap();
+    let target = pair.there.allocate_raw(64 << 20, Backing::Memfd, Rights::REMOTE_WRITE).unwrap();
+    let remote = pair.here.attach(&pair.to_there, &pair.there.expose(&target).unwrap()).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let (blocking, remote, region) = (pair.here.blocking(), remote.clone(), region.clone());
+            scope.spawn(move || {
+                for _ in 0..200 {
+                    let mut batch = Batch::new().via(Via::Tcp);
+                    batch.push_write_raw(&region, thread * 65536, remote.extent(thread * 65536, 65536).unwrap());
+                    assert!(blocking.run(batch).unwrap().is_done());
+                }
+            });
+        }
+    });
+    runtime.block_on(async {
+        let mut batch = Batch::new().via(Via::Tcp);
+        batch.push_write_raw(&region, 0, remote.whole());
+        let transfer = pair.here.submit(batch).unwrap();
+        transfer.cancel();
+        let report = transfer.await;
+        assert!(
+            report.is_done()
+                || matches!(&report.outcomes()[0].status, Status::Failed(failure) if failure.cause == Cause::Cancelled)
+        );
+        let mut batch = Batch::new().via(Via::Tcp);
+        batch.push_write_raw(&region, 0, remote.extent(0, 4096).unwrap());
+        assert!(pair.here.submit(batch).unwrap().await.is_done(), "a cancel disturbed what came after it");
+    });
+}
