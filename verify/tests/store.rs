@@ -34,7 +34,7 @@ impl Cluster {
     fn start(runtime: Tokio, store: StoreConfig, limits: Limits) -> Self {
         let identity = Identity { node: [7; 16], incarnation: 1, host: HostIdentity::UNKNOWN };
         let stop = Stop::new();
-        let engine = Engine::start(runtime.clone(), engine::Options::new(identity));
+        let engine = Engine::start(runtime.clone(), engine::Options::new(identity)).unwrap();
         let shard = Shard::start(ShardConfig { is_first: true, limits, ..ShardConfig::default() }).unwrap();
         let link = Link::local(Arc::clone(&shard), runtime.clone());
         let node = StoreNode::start(engine.clone(), link.clone(), "127.0.0.1:1".to_owned(), store).unwrap();

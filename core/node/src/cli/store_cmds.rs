@@ -13,7 +13,7 @@ use millpond_core::time::Duration;
 use serde_json::{Value as Json, json};
 
 use crate::client::{ClientError, Got, MissReason, Put, PutOptions, RemoveOptions, Source, StoreClient};
-use crate::engine::{Backing, MapError};
+use crate::engine::{AllocateError, Backing};
 use crate::runtime::Runtime;
 
 /// How a command ended; the number is the exit code.
@@ -74,7 +74,7 @@ pub enum CommandError {
         /// Its length.
         len: u64,
         /// Why not.
-        source: MapError,
+        source: AllocateError,
     },
     /// The value is longer than this machine's addresses.
     #[error("a value of {len} bytes does not fit into this machine's memory")]

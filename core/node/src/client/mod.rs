@@ -25,7 +25,7 @@ pub use types::{
 };
 
 use crate::directory::Link;
-use crate::engine::{Engine, MapError};
+use crate::engine::{AllocateError, Engine};
 use crate::runtime::Runtime;
 use crate::session::Credentials;
 use crate::store::StoreNode;
@@ -75,7 +75,7 @@ impl<R: Runtime> StoreClient<R> {
         credentials: Credentials,
         own: Option<StoreNode<R>>,
         options: Options,
-    ) -> Result<Self, MapError> {
+    ) -> Result<Self, AllocateError> {
         let pool = Pool::new(&engine, options.pool_len)?;
         let owners = Owners::new(engine.clone(), credentials, own, options.clone());
         let locations = Mutex::default();

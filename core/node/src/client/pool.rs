@@ -9,7 +9,7 @@ use millpond_core::extent::{Allocation, Extents, Geometry, Node};
 use millpond_hal::region::{Region, RegionBuf};
 use parking_lot::Mutex;
 
-use crate::engine::{Backing, Engine, MapError};
+use crate::engine::{AllocateError, Backing, Engine, MapError};
 use crate::runtime::Runtime;
 
 const UNIT: u32 = 4096;
@@ -45,22 +45,23 @@ impl State {
 }
 
 impl Pool {
-    pub(super) fn new<R: Runtime>(engine: &Engine<R>, len: u64) -> Result<Self, MapError> {
+    pub(super) fn new<R: Runtime>(engine: &Engine<R>, len: u64) -> Result<Self, AllocateError> {
         let len = len.max(u64::from(UNIT)).next_multiple_of(UNIT.into());
         let region = engine.allocate(len, Backing::Memfd)?;
         let nodes = vec![Node::EMPTY; 2 * BUFFERS_MAX + 1].into_boxed_slice();
         // The geometry is in range: a region of this length could be mapped, and the unit is a power of two.
-        let extents = Extents::new(nodes, Geometry { len, unit: UNIT }).map_err(|_| MapError::Len { len })?;
+        let extents = Extents::new(nodes, Geometry { len, unit: UNIT })
+            .map_err(|_| AllocateError::from(MapError::Len { len }))?;
         Ok(Self { region, state: Mutex::new(State { extents, live: VecDeque::new() }) })
     }
 
     /// A buffer of `len` bytes with undefined contents.
-    pub(super) fn take<R: Runtime>(&self, engine: &Engine<R>, len: u64) -> Result<RegionBuf, MapError> {
+    pub(super) fn take<R: Runtime>(&self, engine: &Engine<R>, len: u64) -> Result<RegionBuf, AllocateError> {
         if let Some(buf) = self.take_pooled(len) {
             return Ok(buf);
         }
         let region = engine.allocate(len, Backing::Memfd)?;
-        region.carve(0, len).map_err(|_| MapError::Len { len })
+        region.carve(0, len).map_err(|_| AllocateError::from(MapError::Len { len }))
     }
 
     fn take_pooled(&self, len: u64) -> Option<RegionBuf> {

@@ -170,7 +170,7 @@ impl<R: Runtime> Inner<R> {
         let buffer = match &source {
             Source::Plain(bytes) if bytes.len() > INLINE_LEN_MAX => {
                 let taken = self.pool.take(&self.engine, len as u64);
-                let memory = |error: crate::engine::MapError| error.to_string();
+                let memory = |error: crate::engine::AllocateError| error.to_string();
                 Some(taken.map_err(|error| ClientError::Memory { len: len as u64, detail: memory(error) })?)
             }
             _ => None,

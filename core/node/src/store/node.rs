@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::segment::{ReserveError, Reserved, Segment, SegmentError, Shape, SlotId};
 use crate::directory::Link;
 use crate::directory::Signal;
-use crate::engine::{Backing, Engine, MapError};
+use crate::engine::{AllocateError, Backing, Engine};
 use crate::runtime::{Runtime, boot_time};
 
 /// What a store node lends and how it behaves when that runs out.
@@ -78,7 +78,7 @@ pub enum StoreError {
         /// What was asked for.
         capacity: u64,
         /// Why not.
-        source: MapError,
+        source: AllocateError,
     },
     /// The segment cannot be made.
     #[error(transparent)]
