@@ -81,7 +81,7 @@ impl Cluster {
     async fn new(runtime: Tokio, decode_pages: u64) -> Self {
         let model: Arc<dyn Model> = Arc::new(Toy::new());
         let layout = model.card().layout;
-        let engine = Engine::start(runtime.clone(), Options::new(identity(1)));
+        let engine = Engine::start(runtime.clone(), Options::new(identity(1))).unwrap();
         let blocks = Arc::new(LocalBlocks::new(10_000));
         let registry = Registry::new();
         let role = |pages: u64, blocks: Arc<dyn Blocks>| {

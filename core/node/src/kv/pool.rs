@@ -14,7 +14,8 @@ use std::task::{Context, Poll, Waker};
 use millpond_core::layout::Layout;
 use millpond_core::page::{self, Counts, Exhausted};
 use millpond_core::slab::Handle;
-use millpond_hal::mapping::{Backing, MapError};
+use millpond_hal::fabric::AllocateError;
+use millpond_hal::mapping::Backing;
 use parking_lot::Mutex;
 use thiserror::Error;
 
@@ -69,7 +70,7 @@ pub enum PoolError {
     },
     /// The memory is not to be had.
     #[error(transparent)]
-    Map(#[from] MapError),
+    Map(#[from] AllocateError),
 }
 
 impl Pool {
