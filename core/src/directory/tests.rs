@@ -1,3 +1,5 @@
+//! Tests of the module above.
+
 use alloc::boxed::Box;
 use alloc::vec;
 

@@ -1,3 +1,5 @@
+//! Tests of the module above.
+
 use millpond_hal::mapping::{Backing, Mapping};
 use millpond_hal::region::Mode;
 

@@ -1,0 +1,185 @@
+//! The rules of ARCHITECTURE.md and STYLE.md that a machine can check: arrows between layers, sizes, where `unsafe` lives.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const FILE_LINES_MAX: usize = 800;
+const RUNTIME_LINES_MAX: usize = 1_200;
+const TOP_LEVEL: [&str; 18] = [
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "Cargo.lock",
+    "Cargo.toml",
+    "LICENSE",
+    "README.md",
+    "STYLE.md",
+    "UNSAFE.md",
+    "core",
+    "deny.toml",
+    "fuzz",
+    "hal",
+    "runtime-smol",
+    "runtime-tokio",
+    "verify",
+    "target",
+    ".ci",
+];
+
+/// A crate, and the workspace crates and runtimes that it must not name.
+const ARROWS: [(&str, &[&str]); 6] = [
+    (
+        "core/src",
+        &["millpond_hal", "millpond_node", "millpond_tokio", "millpond_smol", "tokio", "smol", "async_io", "std::net"],
+    ),
+    ("hal/src", &["millpond_node", "millpond_tokio", "millpond_smol", "tokio", "smol", "async_io", "futures"]),
+    (
+        "core/node/src",
+        &["millpond_tokio", "millpond_smol", "tokio", "smol", "async_io", "millpond_fuzz", "millpond_verify"],
+    ),
+    ("runtime-tokio/src", &["millpond_smol", "smol", "millpond_fuzz", "millpond_verify"]),
+    ("runtime-smol/src", &["millpond_tokio", "tokio", "millpond_fuzz", "millpond_verify"]),
+    ("fuzz/src", &["millpond_node", "millpond_tokio", "millpond_smol", "millpond_verify"]),
+];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("verify lies in the workspace").to_owned()
+}
+
+/// Every Rust file below `folder`, with its path relative to the root.
+fn sources(folder: &str) -> Vec<(String, String)> {
+    let (root, mut found) = (root(), Vec::new());
+    let mut folders = vec![root.join(folder)];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).expect("a readable folder").map(|entry| entry.expect("an entry").path()) {
+            let name = entry.strip_prefix(&root).expect("below the root").display().to_string();
+            if entry.is_dir() && entry.file_name().is_none_or(|name| name != "target") {
+                folders.push(entry);
+            } else if entry.extension().is_some_and(|extension| extension == "rs") {
+                found.push((name, fs::read_to_string(&entry).expect("a text file")));
+            }
+        }
+    }
+    assert!(!found.is_empty(), "{folder} has no sources: the check would prove nothing");
+    found
+}
+
+fn all_sources() -> Vec<(String, String)> {
+    ["core", "hal", "runtime-smol", "runtime-tokio", "fuzz", "verify"]
+        .iter()
+        .flat_map(|folder| sources(folder))
+        .collect()
+}
+
+/// Lines that a compiler sees: no comments.
+fn code(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter(|line| !line.trim_start().starts_with("//"))
+}
+
+/// Whether a line of code names a crate by path (`tokio::…`, `use tokio`).
+fn names(line: &str, krate: &str) -> bool {
+    let path = format!("{krate}::");
+    line.match_indices(&path).any(|(at, _)| {
+        !line[..at].chars().next_back().is_some_and(|before| before.is_alphanumeric() || before == '_' || before == ':')
+    })
+}
+
+#[test]
+fn arrows_point_down_only() {
+    let mut wrong = Vec::new();
+    for (folder, forbidden) in ARROWS {
+        for (name, text) in sources(folder) {
+            // core/src and core/node/src are two crates; tests inside a crate obey the same arrows.
+            for line in code(&text) {
+                wrong.extend(
+                    forbidden.iter().filter(|krate| names(line, krate)).map(|krate| format!("{name}: {krate}")),
+                );
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "arrows that ARCHITECTURE.md does not have:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_forbidden_arrow_is_seen() {
+    assert!(names("    tokio::spawn(async {});", "tokio"));
+    assert!(names("use smol::Timer;", "smol"));
+    assert!(!names("use millpond_tokio::Tokio;", "tokio"));
+}
+
+#[test]
+fn files_are_small() {
+    let big: Vec<String> = all_sources()
+        .into_iter()
+        .map(|(name, text)| (text.lines().count(), name))
+        .filter(|(lines, _)| *lines > FILE_LINES_MAX)
+        .map(|(lines, name)| format!("{name}: {lines} lines"))
+        .collect();
+    assert!(big.is_empty(), "files over {FILE_LINES_MAX} lines:\n{}", big.join("\n"));
+}
+
+#[test]
+fn runtime_crates_are_thin() {
+    for folder in ["runtime-tokio", "runtime-smol"] {
+        let lines: usize = sources(&format!("{folder}/src")).iter().map(|(_, text)| text.lines().count()).sum();
+        assert!(lines <= RUNTIME_LINES_MAX, "{folder} has {lines} lines; what a node does belongs in core/node");
+    }
+}
+
+#[test]
+fn unsafe_lives_where_unsafe_md_says() {
+    let listed = fs::read_to_string(root().join("UNSAFE.md")).expect("UNSAFE.md");
+    let mut wrong = Vec::new();
+    for folder in ["core", "hal", "runtime-smol", "runtime-tokio", "fuzz"] {
+        for (name, text) in sources(folder) {
+            let uses = code(&text).any(|line| {
+                ["unsafe {", "unsafe impl", "unsafe fn", "unsafe trait"].iter().any(|word| line.contains(word))
+            });
+            if uses && !listed.contains(&format!("`{name}`")) {
+                wrong.push(name);
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "files with unsafe code that UNSAFE.md does not list:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn core_and_node_forbid_unsafe() {
+    for library in ["core/src/lib.rs", "core/node/src/lib.rs"] {
+        let text = fs::read_to_string(root().join(library)).expect("a library");
+        assert!(text.contains("#![forbid(unsafe_code)]"), "{library} must forbid unsafe code");
+    }
+}
+
+#[test]
+fn no_left_overs() {
+    // Put together here, so that this file does not find itself.
+    let words = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("todo", "!("), concat!("unimplemented", "!(")];
+    let mut found = Vec::new();
+    for (name, text) in all_sources() {
+        found.extend(words.iter().filter(|word| text.contains(**word)).map(|word| format!("{name}: {word}")));
+    }
+    assert!(found.is_empty(), "left-overs:\n{}", found.join("\n"));
+}
+
+#[test]
+fn every_file_says_what_it_is() {
+    let silent: Vec<String> =
+        all_sources().into_iter().filter(|(_, text)| !text.starts_with("//!")).map(|(name, _)| name).collect();
+    assert!(silent.is_empty(), "files without a module doc in their first line:\n{}", silent.join("\n"));
+}
+
+#[test]
+fn the_top_level_has_its_shape() {
+    let unknown: Vec<String> = fs::read_dir(root())
+        .expect("the root")
+        .map(|entry| entry.expect("an entry").file_name().display().to_string())
+        .filter(|name| {
+            !TOP_LEVEL.contains(&name.as_str())
+                && !name.starts_with(".git")
+                && name != ".rustfmt.toml"
+                && name != ".cargo"
+        })
+        .collect();
+    assert!(unknown.is_empty(), "entries that the top level does not have: {}", unknown.join(", "));
+}
