@@ -1,5 +1,5 @@
 //! In steady state nothing is allocated: neither by the fabric nor by the TCP backend, on either side, per batch or slice.
-#![allow(unsafe_code, missing_docs)]
+#![allow(unsafe_code, missing_docs, clippy::cast_possible_truncation)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::net::{TcpListener, TcpStream};
@@ -68,7 +68,7 @@ fn a_thousand_batches_allocate_nothing_once_warm() {
             for index in 0..count {
                 let at = index * size * 2 % LEN;
                 let (ours, theirs) = (source.extent(at, size), Extent::new(remote, at, size));
-                if number % 2 == 0 {
+                if number.is_multiple_of(2) {
                     batch.write_raw(ours, theirs)
                 } else {
                     batch.read_raw(theirs, ours)

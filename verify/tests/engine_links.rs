@@ -1,4 +1,5 @@
 //! Two engines that talk over real links: tcp and shm, in one process.
+#![allow(clippy::cast_possible_truncation)] // test data
 
 use millpond_core::time::Duration;
 use millpond_core::wire::hello::{HostIdentity, Identity};

@@ -427,7 +427,7 @@ impl Shard {
         let mut batch = self.spare_batches.pop().unwrap_or_default();
         for piece in &mut part.pieces {
             let region = work.remotes[piece.remote as usize].inner.region;
-            if let Some(request) = piece.to_request(region) {
+            if let Some(request) = piece.as_request(region) {
                 batch.push(request);
             }
         }

@@ -108,7 +108,7 @@ pub(super) enum Local {
 
 impl Piece {
     /// As the fabric wants it, over a link where the remote region is attached as `region`.
-    pub(super) fn to_request(&mut self, region: Handle) -> Option<fabric::Request> {
+    pub(super) fn as_request(&mut self, region: Handle) -> Option<fabric::Request> {
         let there = Extent::new(region, self.remote_offset, self.len);
         let raw = |range: &RawRange| range.region.extent(range.offset, self.len);
         match &self.local {

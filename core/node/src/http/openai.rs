@@ -77,11 +77,11 @@ pub(super) fn order(form: Form, request: &Request) -> Result<Order, ApiError> {
 }
 
 fn refuse_what_we_lack(fields: &Fields<'_>, form: Form) -> Result<(), ApiError> {
-    if let Some(n) = fields.integer("n", 0..=u64::from(u32::MAX))? {
-        if n != 1 {
-            let message = format!("`n` must be 1, not {n}: one answer per request; send {n} requests instead");
-            return Err(ApiError::invalid(message).about("n").coded("unsupported_parameter"));
-        }
+    if let Some(n) = fields.integer("n", 0..=u64::from(u32::MAX))?
+        && n != 1
+    {
+        let message = format!("`n` must be 1, not {n}: one answer per request; send {n} requests instead");
+        return Err(ApiError::invalid(message).about("n").coded("unsupported_parameter"));
     }
     for name in ["presence_penalty", "frequency_penalty"] {
         fields.unsupported(name, &[json!(0)])?;
@@ -205,6 +205,7 @@ fn tokens_max(fields: &Fields<'_>, form: Form) -> Result<Option<u32>, ApiError> 
     })
 }
 
+#[allow(clippy::cast_possible_truncation)] // see below
 fn sampling(fields: &Fields<'_>) -> Result<Sampling, ApiError> {
     let mut sampling = Sampling::greedy();
     // The wire has doubles, the model single precision; the rounding is meant.

@@ -136,7 +136,7 @@ impl Opened {
         let kv_heads = number("attention.head_count_kv").unwrap_or(heads);
         let head_dim = number("attention.key_length").unwrap_or(width / heads.max(1));
         let feed_forward = number("feed_forward_length")?;
-        let whole = [width, head_dim, feed_forward].iter().all(|len| *len > 0 && *len as usize % LANES == 0);
+        let whole = [width, head_dim, feed_forward].iter().all(|len| *len > 0 && (*len as usize).is_multiple_of(LANES));
         if !whole
             || kv_heads == 0
             || heads % kv_heads != 0

@@ -39,10 +39,10 @@ impl Records {
     pub fn update(&self, id: &str, change: impl FnOnce(&mut Value)) {
         let mut kept = self.kept.lock();
         if !kept.by_id.contains_key(id) {
-            if kept.order.len() >= self.count_max {
-                if let Some(oldest) = kept.order.pop_front() {
-                    kept.by_id.remove(&oldest);
-                }
+            if kept.order.len() >= self.count_max
+                && let Some(oldest) = kept.order.pop_front()
+            {
+                kept.by_id.remove(&oldest);
             }
             kept.order.push_back(id.into());
         }

@@ -83,10 +83,11 @@ fn incomplete(bytes: &[u8]) -> usize {
     // A character has at most four bytes, so its unfinished start at most three.
     for len in 1..=bytes.len().min(3) {
         let tail = &bytes[bytes.len() - len..];
-        if let Err(error) = std::str::from_utf8(tail) {
-            if error.valid_up_to() == 0 && error.error_len().is_none() {
-                return len;
-            }
+        if let Err(error) = std::str::from_utf8(tail)
+            && error.valid_up_to() == 0
+            && error.error_len().is_none()
+        {
+            return len;
         }
     }
     0

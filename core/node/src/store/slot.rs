@@ -43,6 +43,7 @@ impl State {
         }
     }
 
+    #[cfg_attr(not(test), allow(dead_code, reason = "a slot is read back where a segment outlives its process"))]
     const fn from_code(code: u8) -> Option<Self> {
         Some(match code {
             0 => Self::Free,
@@ -118,6 +119,7 @@ impl Record {
         zerocopy::transmute!(raw)
     }
 
+    #[cfg_attr(not(test), allow(dead_code, reason = "a slot is read back where a segment outlives its process"))]
     /// The record that `bytes` are; `None` if they are damaged or were never written.
     pub(super) fn decode(bytes: &[u8; SLOT_LEN]) -> Option<Self> {
         let raw = Raw::ref_from_bytes(bytes).ok()?;
