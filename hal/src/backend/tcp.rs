@@ -9,6 +9,8 @@
 //! finished only when its last frame was answered, the peer said that it is quiet, or the socket is closed.
 #![allow(unsafe_code)]
 
+#[cfg(test)]
+mod hostile;
 mod lane;
 mod proof;
 mod receive;

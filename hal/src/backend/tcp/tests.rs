@@ -17,22 +17,22 @@ use crate::contract::{
     Access, FarEnd, Lane as LaneFacts, LaneSide, Outcome, PostedArrival, PostedMove, Proven, Refusal, RemoteRange,
 };
 
-const LINK: LinkId = LinkId::new(Handle { slot: 0, epoch: 1 });
-const REGION: RegionId = RegionId { slot: 5, epoch: 3 };
+pub(super) const LINK: LinkId = LinkId::new(Handle { slot: 0, epoch: 1 });
+pub(super) const REGION: RegionId = RegionId { slot: 5, epoch: 3 };
 const CAPABILITY: Capability = Capability::new([9; 16]);
 
 /// One region, and everything that the device said.
-struct Owner {
-    base: NonNull<u8>,
-    len: u64,
-    rights: Rights,
+pub(super) struct Owner {
+    pub(super) base: NonNull<u8>,
+    pub(super) len: u64,
+    pub(super) rights: Rights,
     /// Ranges from here on are refused: stands for a grant that is closed.
-    admitted: u64,
-    proven: bool,
-    arrivals: HashMap<u64, u64>,
-    ended: HashMap<TicketId, Vec<(u32, u32, Outcome)>>,
-    finished: HashMap<TicketId, Outcome>,
-    down: Vec<(LinkId, LinkDownReason)>,
+    pub(super) admitted: u64,
+    pub(super) proven: bool,
+    pub(super) arrivals: HashMap<u64, u64>,
+    pub(super) ended: HashMap<TicketId, Vec<(u32, u32, Outcome)>>,
+    pub(super) finished: HashMap<TicketId, Outcome>,
+    pub(super) down: Vec<(LinkId, LinkDownReason)>,
 }
 
 // SAFETY: pointers resolved lie in `base .. base + len`, which lives as long as the `Node` that owns both.
@@ -77,11 +77,11 @@ unsafe impl Inbound for Owner {
     }
 }
 
-struct Node {
-    device: TcpDevice,
-    owner: Owner,
-    memory: NonNull<[u8]>,
-    now: Instant,
+pub(super) struct Node {
+    pub(super) device: TcpDevice,
+    pub(super) owner: Owner,
+    pub(super) memory: NonNull<[u8]>,
+    pub(super) now: Instant,
     next_ticket: u32,
 }
 
@@ -96,7 +96,7 @@ impl Drop for Node {
 }
 
 impl Node {
-    fn new(len: usize, options: TcpOptions) -> Self {
+    pub(super) fn new(len: usize, options: TcpOptions) -> Self {
         let memory = NonNull::from(Box::leak(vec![0u8; len].into_boxed_slice()));
         let owner = Owner {
             base: memory.cast(),
@@ -112,25 +112,25 @@ impl Node {
         Self { device: TcpDevice::new(options).unwrap(), owner, memory, now: Instant::from_nanos(1), next_ticket: 0 }
     }
 
-    fn open(&mut self, link: LinkId, fd: OwnedFd, read_ahead: &[u8]) {
+    pub(super) fn open(&mut self, link: LinkId, fd: OwnedFd, read_ahead: &[u8]) {
         let lane = LaneFacts { side: LaneSide::Dialed, generation: 1, incarnation: 1, peer_incarnation: 1 };
         let connection = Connection::Stream { fd, read_ahead: read_ahead.to_vec(), lane };
         self.device.open(self.now, link, connection).unwrap();
     }
 
-    fn bytes(&mut self, offset: usize, len: usize) -> &mut [u8] {
+    pub(super) fn bytes(&mut self, offset: usize, len: usize) -> &mut [u8] {
         // SAFETY: the node's own memory; the device is not polled while the borrow lives.
         unsafe { &mut self.memory.as_mut()[offset..offset + len] }
     }
 
-    fn posted(&self, local: usize, remote: u64, len: u64, access: Access) -> PostedMove {
+    pub(super) fn posted(&self, local: usize, remote: u64, len: u64, access: Access) -> PostedMove {
         let remote = RemoteRange { region: REGION, offset: remote, len };
         // SAFETY: tests name offsets inside the node's memory.
         let base = unsafe { self.memory.cast::<u8>().add(local) };
         PostedMove { local: base, local_region: REGION, local_offset: local as u64, remote, access }
     }
 
-    fn post(&mut self, moves: Vec<PostedMove>, arrival: Option<PostedArrival>) -> TicketId {
+    pub(super) fn post(&mut self, moves: Vec<PostedMove>, arrival: Option<PostedArrival>) -> TicketId {
         self.post_on(LINK, moves, arrival)
     }
 
@@ -143,11 +143,11 @@ impl Node {
         ticket
     }
 
-    fn poll(&mut self) -> Turn {
+    pub(super) fn poll(&mut self) -> Turn {
         self.device.poll(self.now, TURN_BYTES_MAX, &mut self.owner)
     }
 
-    fn outcome(&self, ticket: TicketId) -> Option<Outcome> {
+    pub(super) fn outcome(&self, ticket: TicketId) -> Option<Outcome> {
         self.owner.finished.get(&ticket).copied()
     }
 }
