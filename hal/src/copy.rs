@@ -1,7 +1,7 @@
 //! Copies for the backends that move bytes by CPU.
 //!
 //! Memory that a peer's process may write at the same time is copied by [`copy`] only: machine code that the compiler
-//! cannot see through on x86-64, relaxed atomics elsewhere, so that a concurrent writer costs us garbage bytes and nothing
+//! cannot see through (relaxed atomics under an interpreter), so that a concurrent writer costs us garbage bytes and nothing
 //! else. Above [`NON_TEMPORAL_LEN_MIN`] the bytes bypass the cache where the CPU can (measured: 23.5 against 13.5 GB/s).
 #![allow(unsafe_code)]
 
@@ -32,6 +32,22 @@ pub unsafe fn copy(source: *const u8, target: *mut u8, len: usize) {
     }
 }
 
+/// Copies bytes that nobody changes into memory that others may look at. As [`copy`], for a source behind a reference.
+///
+/// # Safety
+/// - `target .. target + source.len()` is valid for writes, for the length of the call, and does not overlap `source`.
+/// - Others may access the target meanwhile only as [`copy`] says.
+#[inline]
+pub unsafe fn copy_in(source: &[u8], target: *mut u8) {
+    if source.is_empty() {
+        return;
+    }
+    // SAFETY: the target by this function's own duties, the source by being a reference; the length is not zero.
+    unsafe {
+        arch::copy_in(source, target);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #[test]
@@ -52,10 +68,10 @@ mod tests {
         let lens = if cfg!(miri) { &lens[..7] } else { &lens[..] };
         for &len in lens {
             for (source_skew, target_skew) in [(0, 0), (1, 0), (0, 3), (13, 29)] {
-                let source: Vec<u8> = (0..len + source_skew).map(|index| (index * 31 % 251) as u8).collect();
+                let mut source: Vec<u8> = (0..len + source_skew).map(|index| (index * 31 % 251) as u8).collect();
                 let mut target = vec![0xAA; len + target_skew + 8];
                 // SAFETY: both vectors are as long as the pointers and `len` say, and distinct.
-                unsafe { super::copy(source.as_ptr().add(source_skew), target.as_mut_ptr().add(target_skew), len) };
+                unsafe { super::copy(source.as_mut_ptr().add(source_skew), target.as_mut_ptr().add(target_skew), len) };
                 assert_eq!(&target[target_skew..target_skew + len], &source[source_skew..], "{len} bytes");
                 assert!(target[..target_skew].iter().chain(&target[target_skew + len..]).all(|&byte| byte == 0xAA));
             }

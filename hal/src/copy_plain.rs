@@ -1,30 +1,29 @@
-//! Copies on every other machine, and under interpreters. See [`crate::copy`].
+//! Copies under an interpreter that watches for data races: byte by byte, by relaxed atomics. See [`crate::copy`].
+//!
+//! Bytes only: accesses of different sizes to the same place would themselves be a race.
 #![allow(unsafe_code)]
 
-use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU8, Ordering};
 
 /// # Safety
 /// - As [`crate::copy::copy`].
 pub(crate) unsafe fn copy_cached(source: *const u8, target: *mut u8, len: usize) {
-    const WORD: usize = size_of::<usize>();
-    let mut at = 0;
-    // Word by word where both sides are aligned alike, byte by byte otherwise. Bounded by `len`.
-    while at < len {
-        // SAFETY:
-        // - `at + 1 <= len`, or `at + WORD <= len` where words are used: in range on both sides.
-        // - words are used only where both addresses are aligned.
+    for at in 0..len {
+        // SAFETY: `at < len`: in range on both sides.
         unsafe {
-            let (from, to) = (source.add(at), target.add(at));
-            if at + WORD <= len && from.addr().is_multiple_of(WORD) && to.addr().is_multiple_of(WORD) {
-                let value = AtomicUsize::from_ptr(from.cast_mut().cast()).load(Ordering::Relaxed);
-                AtomicUsize::from_ptr(to.cast()).store(value, Ordering::Relaxed);
-                at += WORD;
-            } else {
-                let value = AtomicU8::from_ptr(from.cast_mut()).load(Ordering::Relaxed);
-                AtomicU8::from_ptr(to).store(value, Ordering::Relaxed);
-                at += 1;
-            }
+            let value = AtomicU8::from_ptr(source.add(at).cast_mut()).load(Ordering::Relaxed);
+            AtomicU8::from_ptr(target.add(at)).store(value, Ordering::Relaxed);
         }
+    }
+}
+
+/// # Safety
+/// - As [`crate::copy::copy_in`].
+pub(crate) unsafe fn copy_in(source: &[u8], target: *mut u8) {
+    // An atomic load asks for the right to write, which a reference does not have: plain loads here.
+    for (at, byte) in source.iter().enumerate() {
+        // SAFETY: `at < source.len()`: in range of the target.
+        unsafe { AtomicU8::from_ptr(target.add(at)).store(*byte, Ordering::Relaxed) };
     }
 }
 

@@ -20,6 +20,14 @@ pub(crate) unsafe fn copy_cached(source: *const u8, target: *mut u8, len: usize)
 }
 
 /// # Safety
+/// - As [`crate::copy::copy_in`].
+#[inline]
+pub(crate) unsafe fn copy_in(source: &[u8], target: *mut u8) {
+    // SAFETY: the same duties; a reference is valid for reads.
+    unsafe { crate::copy::copy(source.as_ptr(), target, source.len()) }
+}
+
+/// # Safety
 /// - As [`crate::copy::copy`], and `len` is at least 128.
 pub(crate) unsafe fn copy_non_temporal(source: *const u8, target: *mut u8, len: usize) {
     // Up to the first aligned line of the target, then whole lines, then the rest.

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use millpond_core::batch::{Extent, RegionId, Rights};
 use parking_lot::Mutex;
 
-use crate::copy::copy;
+use crate::copy::{copy, copy_in};
 use crate::mapping::Mapping;
 
 /// Who wants to hear that the last user of a region is gone.
@@ -204,7 +204,7 @@ impl Region {
     pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<(), LeaseError> {
         let target = self.checked_raw(offset, from.len())?;
         // SAFETY: as in `read_at`, with the roles exchanged.
-        unsafe { copy(from.as_ptr(), target, from.len()) };
+        unsafe { copy_in(from, target) };
         Ok(())
     }
 

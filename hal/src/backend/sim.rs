@@ -22,7 +22,7 @@ use crate::contract::{
     NotPosted, OpenError, Outcome, Post, PostRefusal, Refusal, RegionMemory, RegisterError, RemoteRange, TicketId,
     Transport, Turn, Wake,
 };
-use crate::copy::copy;
+use crate::copy::{copy, copy_in};
 use crate::mapping::HeaderPage;
 
 mod net;
@@ -403,7 +403,7 @@ fn write_local(posted: &crate::contract::PostedMove, at: u64, data: &[u8]) {
     // SAFETY:
     // - the contract lends the posted range until `Finished`; `at + len` is inside it: checked above.
     // - `data` is memory of our own.
-    unsafe { copy(data.as_ptr(), posted.local.as_ptr().add(usize_of(at)), data.len()) };
+    unsafe { copy_in(data, posted.local.as_ptr().add(usize_of(at))) };
 }
 
 fn apply(
@@ -417,7 +417,7 @@ fn apply(
     let target = inbound.resolve(id, range, Access::Write)?;
     debug_assert_eq!(data.len() as u64, range.len);
     // SAFETY: resolved in the line above for `range.len` bytes, in this poll; `data` is as long.
-    unsafe { copy(data.as_ptr(), target.as_ptr(), data.len()) };
+    unsafe { copy_in(data, target.as_ptr()) };
     Ok(())
 }
 
