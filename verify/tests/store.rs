@@ -37,9 +37,9 @@ impl Cluster {
         let engine = Engine::start(runtime.clone(), engine::Options::new(identity)).unwrap();
         let shard = Shard::start(ShardConfig { is_first: true, limits, ..ShardConfig::default() }).unwrap();
         let link = Link::local(Arc::clone(&shard), runtime.clone());
-        let node = StoreNode::start(engine.clone(), link.clone(), "127.0.0.1:1".to_owned(), store).unwrap();
+        let node = StoreNode::start(engine.clone(), link.clone(), store).unwrap();
         runtime.spawn(Arc::clone(&shard).run(runtime.clone(), stop.child()));
-        runtime.spawn(node.clone().run(stop.child()));
+        runtime.spawn(node.clone().run("127.0.0.1:1".to_owned(), stop.child()));
         let options = Options { patience: Duration::from_millis(200), ..Options::default() };
         let client = StoreClient::new(engine, link, Credentials::new(identity), Some(node.clone()), options).unwrap();
         Self { runtime, shard, node, client, stop }

@@ -16,10 +16,11 @@ use futures::channel::mpsc;
 use futures::future::{BoxFuture, Future, FutureExt};
 use futures::stream::StreamExt;
 use millpond_core::time::{Duration, Instant};
-use millpond_core::wire::hello::{HostIdentity, Identity, KvLayout, Purpose};
-use millpond_core::wire::session::Key;
+use millpond_core::wire::hello::{HostIdentity, Identity, KvLayout, Purpose, Refusal};
+use millpond_core::wire::session::{Key, Peer as Met};
 use parking_lot::Mutex;
 
+use crate::engine::Engine;
 use crate::metrics::Registry;
 use crate::rpc;
 use crate::runtime::{Runtime, Stop, Task, by, local_addr, start};
@@ -228,11 +229,38 @@ impl<R: Runtime> Node<R> {
         services: rpc::Router,
         on_lane: impl Fn(Lane) + Send + Sync + 'static,
     ) -> Result<SocketAddr, NodeError> {
+        self.open_admitting(services, |_| Ok(()), on_lane).await
+    }
+
+    /// Listens like [`Node::open`]; lanes are admitted and adopted by `engine`, which is this node's.
+    ///
+    /// # Errors
+    /// The port cannot be had; nothing runs then.
+    ///
+    /// # Panics
+    /// The node listens already: a bug of the caller.
+    pub async fn open_with(&self, services: rpc::Router, engine: &Engine<R>) -> Result<SocketAddr, NodeError> {
+        let (admitting, adopting) = (engine.clone(), engine.clone());
+        let on_lane = move |lane: Lane| {
+            let peer = lane.address;
+            if let Err(error) = adopting.adopt(lane) {
+                tracing::info!(%peer, %error, "a lane was turned away");
+            }
+        };
+        self.open_admitting(services, move |met| admitting.admit(met), on_lane).await
+    }
+
+    async fn open_admitting(
+        &self,
+        services: rpc::Router,
+        admit: impl Fn(&Met) -> Result<(), Refusal> + Send + Sync + 'static,
+        on_lane: impl Fn(Lane) + Send + Sync + 'static,
+    ) -> Result<SocketAddr, NodeError> {
         let Inner { runtime, options, metrics, goodbye, .. } = &*self.inner;
         let failed = |source| NodeError::Listen { address: options.listen, source };
         let listener = runtime.listen(options.listen).await.map_err(failed)?;
         let address = local_addr(&listener).map_err(failed)?;
-        let acceptor = Acceptor::new(self.credentials(), options.sessions);
+        let acceptor = Acceptor::new(self.credentials(), options.sessions).with_admission(admit);
         let (sender, sessions) = mpsc::channel(0);
         let services = Arc::new(services.with_metrics(metrics));
         let begin = self.begin(services, goodbye.clone(), sender, on_lane);

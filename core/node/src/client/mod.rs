@@ -5,6 +5,7 @@
 //! owner and integrity here, so a stale entry costs a retry, never wrong bytes. Every call ends: by its answer, or by a
 //! deadline that grows with the bytes it moves.
 
+mod connect;
 mod get;
 mod index;
 mod owners;

@@ -94,7 +94,10 @@ fn failed(address: std::net::SocketAddr, error: &io::Error) -> OpenError {
 fn adopt_dialled(core: &Core, key: Handle, lane: Lane) -> Result<(), String> {
     let Lane { fd, index, generation, permit, .. } = lane;
     let lane = NewLane { fd, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit };
-    core.locked(|shard| shard.open_lane(key, lane, &core.options, boot_time()))
+    let opened = core.locked(|shard| shard.open_lane(key, lane, &core.options, boot_time()));
+    // The driver may be asleep without this lane, and the peer may be the first to use it.
+    core.kick();
+    opened
 }
 
 /// Dials a lane that the shard wants.

@@ -10,10 +10,12 @@ mod get;
 mod node;
 mod pull;
 mod put;
+mod role;
 pub mod segment;
 mod service;
 mod slot;
 mod upkeep;
 
 pub use node::{StoreConfig, StoreError, StoreNode};
+pub use role::{Place, RoleError, StoreRole};
 pub use slot::State;

@@ -119,7 +119,6 @@ impl<R> Clone for StoreNode<R> {
 pub(super) struct Inner<R> {
     pub(super) engine: Engine<R>,
     pub(super) owner: Owner,
-    pub(super) address: String,
     pub(super) config: StoreConfig,
     pub(super) link: Link<R>,
     pub(super) segment: Mutex<Segment>,
@@ -131,9 +130,9 @@ pub(super) struct Inner<R> {
 }
 
 impl<R: Runtime> StoreNode<R> {
-    /// Lends memory of `engine`'s node. `address` is where clients reach the node; `link` leads to the directory. Serve
-    /// [`StoreNode::router`] and run [`StoreNode::run`].
-    pub fn start(engine: Engine<R>, link: Link<R>, address: String, config: StoreConfig) -> Result<Self, StoreError> {
+    /// Lends memory of `engine`'s node; `link` leads to the directory. Serve [`StoreNode::router`] and run
+    /// [`StoreNode::run`].
+    pub fn start(engine: Engine<R>, link: Link<R>, config: StoreConfig) -> Result<Self, StoreError> {
         let identity = engine.options().identity;
         let owner = Owner { node: NodeId(identity.node), incarnation: identity.incarnation };
         let shape = config.shape(owner.incarnation);
@@ -145,7 +144,6 @@ impl<R: Runtime> StoreNode<R> {
             inner: Arc::new(Inner {
                 engine,
                 owner,
-                address,
                 config,
                 link,
                 segment: Mutex::new(segment),

@@ -26,10 +26,11 @@ pub(super) struct Made {
 }
 
 impl<R: Runtime> StoreNode<R> {
-    /// Joins the directory, again whenever it forgot this node, and keeps the segment in shape until `stop`.
-    pub async fn run(self, stop: Stop) {
+    /// Joins the directory as the node that clients reach at `address`, again whenever it forgot this node, and keeps the
+    /// segment in shape until `stop`.
+    pub async fn run(self, address: String, stop: Stop) {
         let work = async {
-            let (joined, evicting) = (self.inner.keep_joined(), self.inner.keep_room());
+            let (joined, evicting) = (self.inner.keep_joined(&address), self.inner.keep_room());
             futures::join!(joined, evicting)
         };
         let _ = stop.or_stopped(work).await;
@@ -37,11 +38,11 @@ impl<R: Runtime> StoreNode<R> {
 }
 
 impl<R: Runtime> Inner<R> {
-    async fn keep_joined(self: &Arc<Self>) {
+    async fn keep_joined(self: &Arc<Self>, address: &str) {
         let (mut is_joined, mut freed) = (false, Vec::new());
         loop {
             let started = boot_time();
-            let beat = if is_joined { self.beat(&mut freed).await } else { self.join().await };
+            let beat = if is_joined { self.beat(&mut freed).await } else { self.join(address).await };
             match beat {
                 Ok(()) => is_joined = true,
                 Err(error) if matches!(error.reason(), Some(Reason::NotFound)) => is_joined = false,
@@ -55,10 +56,10 @@ impl<R: Runtime> Inner<R> {
         }
     }
 
-    async fn join(&self) -> Result<(), LinkError> {
+    async fn join(&self, address: &str) -> Result<(), LinkError> {
         let request = wire::JoinRequest {
             owner: Some(self.owner.into()),
-            address: self.address.clone(),
+            address: address.to_owned(),
             segments: vec![self.segment_row()],
         };
         self.link.join(&request, self.directory_deadline()).await?;
