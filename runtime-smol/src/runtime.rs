@@ -10,6 +10,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::thread;
 
+use async_signal::{Signal, Signals};
 use futures::future::FutureExt;
 use millpond_core::time::Duration;
 use millpond_node::runtime::{Runtime, Stop};
@@ -39,6 +40,21 @@ impl Smol {
     #[must_use]
     pub fn new(executor: Arc<Executor<'static>>) -> Self {
         Self { executor }
+    }
+
+    /// A token that SIGTERM or SIGINT stops. From now on neither ends the process by itself.
+    ///
+    /// # Errors
+    /// The system refuses the handlers.
+    pub fn terminated(&self) -> io::Result<Stop> {
+        let mut signals = Signals::new([Signal::Term, Signal::Int])?;
+        let token = Stop::new();
+        let stop = token.clone();
+        self.spawn(async move {
+            futures::StreamExt::next(&mut signals).await;
+            stop.stop();
+        });
+        Ok(token)
     }
 }
 

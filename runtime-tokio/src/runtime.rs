@@ -6,12 +6,14 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 
+use futures::future;
 use millpond_core::time::Duration;
-use millpond_node::runtime::Runtime;
+use millpond_node::runtime::{Runtime, Stop};
 use tokio::runtime::{Builder, Handle};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::net::{Readable, TcpListener, TcpStream};
 
@@ -40,6 +42,23 @@ impl Tokio {
     #[must_use]
     pub fn new(handle: Handle) -> Self {
         Self { handle }
+    }
+
+    /// A token that SIGTERM or SIGINT stops. From now on neither ends the process by itself.
+    ///
+    /// # Errors
+    /// The system refuses the handlers.
+    pub fn terminated(&self) -> io::Result<Stop> {
+        let _inside = self.handle.enter();
+        let mut signals = [signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?];
+        let token = Stop::new();
+        let stop = token.clone();
+        self.handle.spawn(async move {
+            let [terminate, interrupt] = &mut signals;
+            future::select(pin!(terminate.recv()), pin!(interrupt.recv())).await;
+            stop.stop();
+        });
+        Ok(token)
     }
 
     fn enter<F: Future>(&self, work: F) -> Entered<F> {

@@ -157,7 +157,7 @@ struct Open {
     sessions: mpsc::Receiver<()>,
 }
 
-struct Inner<R> {
+struct Inner<R: Runtime> {
     runtime: R,
     options: Options,
     metrics: Registry,
@@ -166,6 +166,7 @@ struct Inner<R> {
     /// Told to everybody, at once.
     stop: Stop,
     steps: Mutex<Vec<Step>>,
+    bound: Mutex<Option<R::Listener>>,
     open: Mutex<Option<Open>>,
 }
 
@@ -185,17 +186,17 @@ pub struct Drained {
 }
 
 /// One node of a cluster. Clones are handles of the same one.
-pub struct Node<R> {
+pub struct Node<R: Runtime> {
     inner: Arc<Inner<R>>,
 }
 
-impl<R> Clone for Node<R> {
+impl<R: Runtime> Clone for Node<R> {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone() }
     }
 }
 
-impl<R> std::fmt::Debug for Node<R> {
+impl<R: Runtime> std::fmt::Debug for Node<R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Node").field("options", &self.inner.options).finish_non_exhaustive()
     }
@@ -212,9 +213,22 @@ impl<R: Runtime> Node<R> {
             goodbye: Stop::new(),
             stop: Stop::new(),
             steps: Mutex::default(),
+            bound: Mutex::default(),
             open: Mutex::default(),
         };
         Self { inner: Arc::new(inner) }
+    }
+
+    /// Takes the port, without serving it yet, and says where it is: for services that have to know.
+    ///
+    /// # Errors
+    /// The port cannot be had.
+    pub async fn bind(&self) -> Result<SocketAddr, NodeError> {
+        let failed = |source| NodeError::Listen { address: self.inner.options.listen, source };
+        let listener = self.inner.runtime.listen(self.inner.options.listen).await.map_err(failed)?;
+        let address = local_addr(&listener).map_err(failed)?;
+        *self.inner.bound.lock() = Some(listener);
+        Ok(address)
     }
 
     /// Listens: control sessions are answered with `services`, data lanes are given to `on_lane`. Says where.
@@ -258,7 +272,11 @@ impl<R: Runtime> Node<R> {
     ) -> Result<SocketAddr, NodeError> {
         let Inner { runtime, options, metrics, goodbye, .. } = &*self.inner;
         let failed = |source| NodeError::Listen { address: options.listen, source };
-        let listener = runtime.listen(options.listen).await.map_err(failed)?;
+        let bound = self.inner.bound.lock().take();
+        let listener = match bound {
+            Some(listener) => listener,
+            None => runtime.listen(options.listen).await.map_err(failed)?,
+        };
         let address = local_addr(&listener).map_err(failed)?;
         let acceptor = Acceptor::new(self.credentials(), options.sessions).with_admission(admit);
         let (sender, sessions) = mpsc::channel(0);

@@ -26,6 +26,8 @@ macro_rules! on_pairs {
 }
 
 mod node;
+#[path = "../../examples/own_runtime.rs"]
+mod own_runtime;
 mod rpc;
 mod runtime;
 mod session;

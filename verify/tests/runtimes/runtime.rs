@@ -250,6 +250,25 @@ async fn sockets_are_closed_on_exec<R: Runtime>(runtime: R) {
     }
 }
 
+/// Both handlers are there before the signal is sent, so it ends nobody.
+#[test]
+fn a_signal_stops_the_token_and_not_the_process() {
+    use rustix::process::{Signal, getpid, kill_process};
+    let smol = |tokio: Stop| {
+        move |smol: millpond_smol::Smol| async move {
+            let token = smol.terminated().unwrap();
+            assert!(!token.is_stopped() && !tokio.is_stopped());
+            kill_process(getpid(), Signal::TERM).unwrap();
+            within(&smol, Duration::from_secs(5), future::join(token.stopped(), tokio.stopped())).await.unwrap();
+        }
+    };
+    millpond_tokio::run(|tokio| async move {
+        let token = tokio.terminated().unwrap();
+        blocking(&tokio, move || millpond_smol::run(smol(token)).unwrap()).await;
+    })
+    .unwrap();
+}
+
 macro_rules! suite {
     ($runtime:ident, $run:path, [$($name:ident),* $(,)?]) => {
         mod $runtime {
@@ -288,3 +307,13 @@ macro_rules! on {
 
 on!(tokio, millpond_tokio::run);
 on!(smol, millpond_smol::run);
+on!(own, super::own);
+
+fn own<F: Future>(work: impl FnOnce(crate::own_runtime::Own) -> F) -> io::Result<F::Output> {
+    Ok(futures::executor::block_on(work(crate::own_runtime::Own::start()?)))
+}
+
+#[test]
+fn a_runtime_of_our_own_serves_a_store() {
+    crate::own_runtime::main();
+}
