@@ -64,7 +64,10 @@ pub(super) fn order(form: Form, request: &Request) -> Result<Order, ApiError> {
         Form::Chat => Prompt::Chat(messages(&fields)?),
     };
     let mut generate = Generate::new(&request.id, &model, prompt);
-    generate.tokens_max = tokens_max(&fields, form)?;
+    generate.tokens_max = tokens_max(&fields)?;
+    if form == Form::Completion {
+        generate.tokens_default = COMPLETION_TOKENS;
+    }
     generate.sampling = sampling(&fields)?;
     generate.stop = fields.texts("stop", STOPS_MAX)?;
     generate.logprobs = logprobs(&fields, form)?;
@@ -88,6 +91,7 @@ fn refuse_what_we_lack(fields: &Fields<'_>, form: Form) -> Result<(), ApiError> 
     }
     fields.unsupported("repetition_penalty", &[json!(1)])?;
     fields.unsupported("logit_bias", &[json!({})])?;
+    fields.unsupported("top_k", &[json!(0), json!(-1)])?;
     match form {
         Form::Completion => {
             fields.unsupported("best_of", &[json!(1)])?;
@@ -195,14 +199,10 @@ fn text_part<'a>(path: &str, value: &'a Value) -> Result<&'a str, ApiError> {
     }
 }
 
-fn tokens_max(fields: &Fields<'_>, form: Form) -> Result<Option<u32>, ApiError> {
+fn tokens_max(fields: &Fields<'_>) -> Result<Option<u32>, ApiError> {
     let old = fields.integer("max_tokens", 1..=TOKENS_MAX)?;
     let new = fields.integer("max_completion_tokens", 1..=TOKENS_MAX)?;
-    let asked = new.or(old).and_then(|count| u32::try_from(count).ok());
-    Ok(match form {
-        Form::Completion => asked.or(Some(COMPLETION_TOKENS)),
-        Form::Chat => asked,
-    })
+    Ok(new.or(old).and_then(|count| u32::try_from(count).ok()))
 }
 
 #[allow(clippy::cast_possible_truncation)] // see below
@@ -211,8 +211,6 @@ fn sampling(fields: &Fields<'_>) -> Result<Sampling, ApiError> {
     // The wire has doubles, the model single precision; the rounding is meant.
     sampling.temperature = fields.number("temperature", 0.0..=2.0)?.unwrap_or(1.0) as f32;
     sampling.top_p = fields.number("top_p", 0.0..=1.0)?.unwrap_or(1.0) as f32;
-    let top_k = fields.integer("top_k", 0..=u64::from(u32::MAX))?.unwrap_or(0);
-    sampling.top_k = u32::try_from(top_k).unwrap_or(u32::MAX);
     sampling.seed = match fields.value("seed") {
         None => fresh_seed(),
         // Negative seeds are as good as others.
@@ -292,7 +290,7 @@ mod tests {
     #[test]
     fn a_completion_has_openais_defaults() {
         let order = read(Form::Completion, json!({"model": "toy", "prompt": "hi", "from_the_future": [1]})).unwrap();
-        assert_eq!(order.generate.tokens_max, Some(16));
+        assert_eq!((order.generate.tokens_max, order.generate.tokens_default), (None, 16));
         assert_eq!(order.generate.sampling.temperature, 1.0);
         assert_eq!(order.delivery, Delivery::Whole);
         assert_eq!(order.generate.prompt, Prompt::Text("hi".into()));

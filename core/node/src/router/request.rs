@@ -53,8 +53,6 @@ pub struct Sampling {
     pub temperature: f32,
     /// Only the likeliest tokens whose probabilities sum to this are considered.
     pub top_p: f32,
-    /// Only this many of the likeliest tokens are considered; 0 is all.
-    pub top_k: u32,
     /// Same seed, same prompt: same tokens.
     pub seed: u64,
 }
@@ -63,7 +61,7 @@ impl Sampling {
     /// Always the likeliest token.
     #[must_use]
     pub const fn greedy() -> Self {
-        Self { temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0 }
+        Self { temperature: 0.0, top_p: 1.0, seed: 0 }
     }
 }
 
@@ -83,8 +81,10 @@ pub struct Generate {
     pub model: String,
     /// What to go on from.
     pub prompt: Prompt,
-    /// At most this many new tokens; `None` is whatever the context still holds.
+    /// At most this many new tokens, refused if the context cannot hold them; `None` is whatever it still holds.
     pub tokens_max: Option<u32>,
+    /// At most this many where `tokens_max` says nothing.
+    pub tokens_default: u32,
     /// How tokens are chosen.
     pub sampling: Sampling,
     /// Texts that end the answer; they are not part of it.
@@ -121,6 +121,7 @@ impl Generate {
             model: model.into(),
             prompt,
             tokens_max: None,
+            tokens_default: u32::MAX,
             sampling: Sampling::greedy(),
             stop: Vec::new(),
             end: EndOfText::Stops,

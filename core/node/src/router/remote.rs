@@ -1,0 +1,109 @@
+//! Serving nodes, reached by remote calls.
+
+use futures::future::{BoxFuture, FutureExt};
+use futures::stream::{self, BoxStream, StreamExt};
+use millpond_core::time::{Duration, Instant};
+use millpond_core::wire::message::serve::{
+    GenerateRequest, Generated, Load, LoadRequest, METHOD_GENERATE, METHOD_LOAD,
+};
+
+use super::link::{Link, Lost, Timers};
+use super::service::{Known, Router, RouterLimits};
+use crate::metrics::Registry;
+use crate::model::Card;
+use crate::node::Node;
+use crate::rpc::{Client, Reason, RpcError};
+use crate::runtime::Runtime;
+use crate::session::Target;
+
+/// When to come back to a node that is full and does not say.
+const BUSY_GUESS: Duration = Duration::from_millis(200);
+
+struct Remote<R: Runtime> {
+    client: Client<R>,
+}
+
+impl<R: Runtime> Link for Remote<R> {
+    fn generate(&self, request: GenerateRequest, deadline: Instant) -> BoxStream<'static, Result<Generated, Lost>> {
+        let client = self.client.clone();
+        let call = async move { client.stream(METHOD_GENERATE, &request, deadline).await };
+        let replies = call.map(|begun| match begun {
+            Ok(replies) => replies.left_stream(),
+            Err(error) => stream::iter([Err(error)]).right_stream(),
+        });
+        replies.flatten_stream().map(|item| item.map_err(lost)).boxed()
+    }
+
+    fn load(&self, deadline: Instant) -> BoxFuture<'static, Result<Load, Lost>> {
+        let client = self.client.clone();
+        async move { client.call(METHOD_LOAD, &LoadRequest {}, deadline).await.map_err(lost) }.boxed()
+    }
+}
+
+/// Whose fault it was. A decode node that cannot get its prompt computed says "unavailable".
+fn lost(error: RpcError) -> Lost {
+    let detail = error.to_string();
+    let retry_after = error.retry_after();
+    match error {
+        RpcError::Deadline { .. } => Lost::Deadline,
+        RpcError::Refused(refusal) => match refusal.reason {
+            Reason::Deadline => Lost::Deadline,
+            Reason::Busy | Reason::Full => {
+                let reason = refusal.detail.into_owned();
+                Lost::Busy { reason, retry_after: retry_after.unwrap_or(BUSY_GUESS) }
+            }
+            Reason::Unavailable | Reason::Stale => Lost::Prefill { detail: refusal.detail.into_owned() },
+            Reason::Draining | Reason::Cancelled => Lost::Decode { detail },
+            _ => Lost::Refused { reason: refusal.detail.into_owned() },
+        },
+        RpcError::Full { .. } => Lost::Busy { reason: detail, retry_after: BUSY_GUESS },
+        _ => Lost::Decode { detail },
+    }
+}
+
+impl Router {
+    /// A router of the model of `card` over nodes at these `host:port`s, reached as `node`. Opens nothing yet; run
+    /// [`Router::watch`] beside it.
+    ///
+    /// # Errors
+    /// An address that is none, as it was given.
+    pub fn connect<R: Runtime>(
+        node: &Node<R>,
+        card: Card,
+        prefills: &[String],
+        decodes: &[String],
+        limits: RouterLimits,
+    ) -> Result<Self, String> {
+        let known = |address: &String| {
+            let target = Target::parse(address).map_err(|error| error.to_string())?;
+            Ok(Known { address: address.clone(), link: std::sync::Arc::new(Remote { client: node.client(target) }) })
+        };
+        let prefills = prefills.iter().map(known).collect::<Result<Vec<_>, String>>()?;
+        let decodes = decodes.iter().map(known).collect::<Result<Vec<_>, String>>()?;
+        Ok(Self::new(card, prefills, decodes, limits, timers(node.runtime()), node.metrics()))
+    }
+}
+
+fn timers<R: Runtime>(runtime: &R) -> Timers {
+    let (clock, alarm) = (runtime.clone(), runtime.clone());
+    Timers {
+        now: std::sync::Arc::new(move || clock.now()),
+        sleep: std::sync::Arc::new(move |span| alarm.sleep(span).boxed()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rpc::Refusal;
+
+    #[test]
+    fn each_failure_is_put_down_to_the_node_that_caused_it() {
+        let refused = |reason| lost(RpcError::Refused(Refusal::new(reason, "because")));
+        assert_eq!(refused(Reason::Unavailable), Lost::Prefill { detail: "because".into() });
+        assert_eq!(refused(Reason::Malformed), Lost::Refused { reason: "because".into() });
+        assert!(matches!(refused(Reason::Busy), Lost::Busy { .. }));
+        assert!(matches!(refused(Reason::Draining), Lost::Decode { .. }));
+        assert_eq!(refused(Reason::Deadline), Lost::Deadline);
+    }
+}

@@ -1,0 +1,551 @@
+//! The router: takes a request through placement, its decode node's stream, and fail-over, to the client's pieces.
+//!
+//! A request has one owner at a time. Before its first token a failed node is replaced by another, or waited for while it
+//! restarts; afterwards a failure is an error that says so. Everything a request holds (its place in the line, its share
+//! of the nodes' load, its stream) is in one value, so a client that leaves gives all of it back by dropping it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use futures::future::{BoxFuture, FutureExt};
+use futures::stream::{self, BoxStream, StreamExt};
+use millpond_core::hash::{RouteHash, RouteHasher};
+use millpond_core::time::{Duration, Instant};
+use millpond_core::wire::message::serve::{FinishReason, GenerateRequest, Generated, Sampling};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use super::line::{Line, LineLimits, Place};
+use super::link::{Link, Lost, Timers};
+use super::meters::Meters;
+use super::placement::{self, Available, DecodeView, PrefillView};
+use super::prefixes::Prefixes;
+use super::prompt::{Answer, Prepared};
+use super::records::Records;
+use super::request::{Failure, Finish, Generate, Generation, Generator, Offer, Piece};
+use super::ticket::Ticket;
+use crate::metrics::Registry;
+use crate::model::Card;
+
+/// Requests whose records are kept.
+const RECORDS_MAX: usize = 1_024;
+/// Blocks that are remembered per prefill node.
+const PREFIX_BLOCKS_MAX: usize = 1 << 17;
+/// The first wait before a request is tried again; it doubles.
+const PAUSE_MIN: Duration = Duration::from_millis(20);
+/// The longest wait between tries.
+const PAUSE_MAX: Duration = Duration::from_millis(500);
+/// How often nodes are asked how they are.
+const WATCH_EVERY: Duration = Duration::from_secs(1);
+/// How often a node that did not answer is asked.
+const WATCH_EVERY_DOWN: Duration = Duration::from_millis(100);
+
+/// What a router allows.
+///
+/// ```
+/// let limits = millpond_node::router::RouterLimits::default();
+/// assert!(limits.failover_max < limits.deadline);
+/// ```
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct RouterLimits {
+    /// Requests that run, and that wait.
+    pub line: LineLimits,
+    /// A request that lasts longer is given up.
+    pub deadline: Duration,
+    /// How long a request without its first token is tried again after nodes failed it.
+    pub failover_max: Duration,
+}
+
+impl Default for RouterLimits {
+    fn default() -> Self {
+        Self { line: LineLimits::default(), deadline: Duration::from_secs(600), failover_max: Duration::from_secs(15) }
+    }
+}
+
+/// A router over prefill and decode nodes. Clones are handles of the same one.
+#[derive(Clone)]
+pub struct Router {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Router {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Router").field("model", &self.inner.card.id).finish_non_exhaustive()
+    }
+}
+
+struct Inner {
+    card: Card,
+    prefills: Vec<Arc<Prefill>>,
+    decodes: Vec<Arc<Decode>>,
+    line: Line,
+    records: Records,
+    meters: Meters,
+    timers: Timers,
+    limits: RouterLimits,
+    turn: AtomicUsize,
+}
+
+/// A node as the router is told of it.
+pub(super) struct Known {
+    pub(super) address: String,
+    pub(super) link: Arc<dyn Link>,
+}
+
+struct Prefill {
+    known: Known,
+    prefixes: Mutex<Prefixes>,
+    owed_tokens: AtomicU64,
+    down: AtomicBool,
+}
+
+struct Decode {
+    known: Known,
+    requests: AtomicU64,
+    down: AtomicBool,
+}
+
+/// A share of a counter, given back when dropped.
+struct Share {
+    of: Box<dyn Fn() + Send + Sync>,
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        (self.of)();
+    }
+}
+
+/// Where one try of a request goes.
+struct Choice {
+    prefill: Option<Arc<Prefill>>,
+    decode: Arc<Decode>,
+    owed: Option<Share>,
+    request: Share,
+}
+
+impl Router {
+    pub(super) fn new(
+        card: Card,
+        prefills: Vec<Known>,
+        decodes: Vec<Known>,
+        limits: RouterLimits,
+        timers: Timers,
+        registry: &Registry,
+    ) -> Self {
+        let prefill = |known| {
+            let prefixes = Mutex::new(Prefixes::new(PREFIX_BLOCKS_MAX));
+            Arc::new(Prefill { known, prefixes, owed_tokens: AtomicU64::new(0), down: AtomicBool::new(true) })
+        };
+        let decode = |known| Arc::new(Decode { known, requests: AtomicU64::new(0), down: AtomicBool::new(true) });
+        let inner = Inner {
+            card,
+            prefills: prefills.into_iter().map(prefill).collect(),
+            decodes: decodes.into_iter().map(decode).collect(),
+            line: Line::new(limits.line),
+            records: Records::new(RECORDS_MAX),
+            meters: Meters::new(registry),
+            timers,
+            limits,
+            turn: AtomicUsize::new(0),
+        };
+        Self { inner: Arc::new(inner) }
+    }
+
+    /// Keeps asking the nodes how they are; never ends.
+    pub async fn watch(&self) {
+        let nodes = self.inner.prefills.iter().map(|node| (&node.known, &node.down));
+        let nodes = nodes.chain(self.inner.decodes.iter().map(|node| (&node.known, &node.down)));
+        let timers = &self.inner.timers;
+        futures::future::join_all(nodes.map(|(known, down)| async move {
+            loop {
+                let answer = known.link.load(timers.now() + WATCH_EVERY).await;
+                let was_down = down.swap(answer.is_err(), Ordering::Relaxed);
+                if was_down != answer.is_err() {
+                    tracing::info!(node = known.address, up = was_down, "router: a node changed");
+                }
+                (timers.sleep)(if answer.is_err() { WATCH_EVERY_DOWN } else { WATCH_EVERY }).await;
+            }
+        }))
+        .await;
+    }
+
+    /// Whether requests can be served now.
+    ///
+    /// # Errors
+    /// Which nodes are missing.
+    pub fn ready(&self) -> Result<(), String> {
+        let up = |down: &AtomicBool| !down.load(Ordering::Relaxed);
+        let names = |known: &[&Known]| known.iter().map(|known| known.address.as_str()).collect::<Vec<_>>().join(", ");
+        if !self.inner.decodes.iter().any(|node| up(&node.down)) {
+            let known: Vec<_> = self.inner.decodes.iter().map(|node| &node.known).collect();
+            return Err(format!("no decode node answers ({})", names(&known)));
+        }
+        if !self.inner.prefills.is_empty() && !self.inner.prefills.iter().any(|node| up(&node.down)) {
+            let known: Vec<_> = self.inner.prefills.iter().map(|node| &node.known).collect();
+            return Err(format!("no prefill node answers ({})", names(&known)));
+        }
+        Ok(())
+    }
+
+    /// What the router knows of its nodes, for `/debug/explain`.
+    #[must_use]
+    pub fn view(&self) -> Value {
+        let (running, waiting) = self.inner.line.lengths();
+        let prefill = |node: &Arc<Prefill>| {
+            json!({"address": node.known.address, "up": !node.down.load(Ordering::Relaxed),
+                "owed_tokens": node.owed_tokens.load(Ordering::Relaxed)})
+        };
+        let decode = |node: &Arc<Decode>| {
+            json!({"address": node.known.address, "up": !node.down.load(Ordering::Relaxed),
+                "requests": node.requests.load(Ordering::Relaxed)})
+        };
+        json!({
+            "model": self.inner.card.id, "running": running, "waiting": waiting,
+            "prefill": self.inner.prefills.iter().map(prefill).collect::<Vec<_>>(),
+            "decode": self.inner.decodes.iter().map(decode).collect::<Vec<_>>(),
+        })
+    }
+}
+
+impl Generator for Router {
+    fn offers(&self) -> Vec<Offer> {
+        let card = &self.inner.card;
+        vec![Offer { name: card.id.clone(), context: card.limits.context_tokens }]
+    }
+
+    fn generate(&self, request: Generate) -> BoxFuture<'static, Result<Generation, Failure>> {
+        let inner = Arc::clone(&self.inner);
+        async move {
+            let mut ticket = Ticket::new(inner.records.clone(), inner.meters.clone(), inner.timers.clone(), &request);
+            let outcome = Arc::clone(&inner).begin(request, &mut ticket).await;
+            match outcome {
+                Ok(begun) => Ok(begun.generation(ticket)),
+                Err(failure) => {
+                    ticket.failed(&failure);
+                    Err(failure)
+                }
+            }
+        }
+        .boxed()
+    }
+
+    fn explain(&self, id: &str) -> Option<Value> {
+        self.inner.records.find(id)
+    }
+}
+
+/// A request that has its first token.
+struct Begun {
+    prompt_tokens: u32,
+    cached_tokens: u32,
+    answer: Answer,
+    first: Generated,
+    rest: BoxStream<'static, Result<Generated, Lost>>,
+    place: Place,
+    request: Share,
+    limit: Duration,
+}
+
+impl Inner {
+    async fn begin(self: Arc<Self>, request: Generate, ticket: &mut Ticket) -> Result<Begun, Failure> {
+        if request.model != self.card.id {
+            return Err(Failure::UnknownModel { asked: request.model, known: vec![self.card.id.clone()] });
+        }
+        if request.logprobs.is_some() {
+            return Err(Failure::Unsupported { what: "`logprobs`".into() });
+        }
+        let prepared = Prepared::new(&self.card, &request)?;
+        let limit = request.deadline.unwrap_or(self.limits.deadline).min(self.limits.deadline);
+        let deadline = ticket.began + limit;
+        let late = || Failure::Deadline { limit };
+        let place = self.timers.by(deadline, self.line.enter()).await.ok_or_else(late)??;
+        ticket.note("queued_us", self.timers.now().since(ticket.began).as_micros());
+        let chain: Vec<_> = RouteHasher::default().chain(&prepared.tokens, block_len(&self.card)).collect();
+        let mut tries = Tries::new(self.timers.now() + self.limits.failover_max);
+        loop {
+            let choice = self.choose(&prepared, &chain, &tries, ticket)?;
+            let lost = match self.attempt(&request, &prepared, &choice, deadline).await {
+                Ok((first, rest)) => {
+                    let started = first.started.clone().unwrap_or_default();
+                    choice.decode.down.store(false, Ordering::Relaxed);
+                    if let Some(prefill) = &choice.prefill {
+                        prefill.down.store(false, Ordering::Relaxed);
+                        prefill.prefixes.lock().insert(&chain);
+                    }
+                    let address = choice.prefill.as_ref().map(|node| node.known.address.as_str());
+                    ticket.tried(address, &choice.decode.known.address, None);
+                    ticket.begun(prepared.tokens.len() as u64, &started);
+                    drop(choice.owed);
+                    return Ok(Begun {
+                        prompt_tokens: u32::try_from(prepared.tokens.len()).unwrap_or(u32::MAX),
+                        cached_tokens: started.cached_tokens,
+                        answer: Answer::new(&self.card, &request),
+                        first,
+                        rest,
+                        place,
+                        request: choice.request,
+                        limit,
+                    });
+                }
+                Err(lost) => lost,
+            };
+            let prefill = choice.prefill.as_ref().map(|node| node.known.address.as_str());
+            ticket.tried(prefill, &choice.decode.known.address, Some(&lost));
+            self.note(&mut tries, &choice, &lost);
+            drop(choice);
+            self.again(&mut tries, lost, limit, deadline).await?;
+        }
+    }
+
+    /// Waits before the next try, or says why there is none.
+    async fn again(&self, tries: &mut Tries, lost: Lost, limit: Duration, deadline: Instant) -> Result<(), Failure> {
+        let (role, detail, pause) = match lost {
+            Lost::Deadline => return Err(Failure::Deadline { limit }),
+            Lost::Refused { reason } => return Err(Failure::Refused { reason }),
+            Lost::Busy { reason, retry_after } => {
+                if tries.decodes.len() >= self.decodes.len() {
+                    return Err(Failure::Busy { reason, retry_after });
+                }
+                // Another one may have room at once.
+                return Ok(());
+            }
+            Lost::Decode { detail } => ("decode", detail, tries.decodes.len() >= self.decodes.len()),
+            Lost::Prefill { detail } => ("prefill", detail, tries.prefills.len() >= self.prefills.len()),
+        };
+        self.meters.retries(role).add(1);
+        let now = self.timers.now();
+        if now >= tries.until {
+            return Err(Failure::NoNode { role, detail });
+        }
+        if now >= deadline {
+            return Err(Failure::Deadline { limit });
+        }
+        if pause {
+            // Everybody failed once: start over, after a wait that lets a node restart.
+            tries.prefills.clear();
+            tries.decodes.clear();
+            (self.timers.sleep)(tries.pause).await;
+            tries.pause = tries.pause.saturating_mul(2).min(PAUSE_MAX);
+        }
+        Ok(())
+    }
+
+    fn choose(
+        &self,
+        prepared: &Prepared,
+        chain: &[RouteHash],
+        tries: &Tries,
+        ticket: &mut Ticket,
+    ) -> Result<Choice, Failure> {
+        let available = |down: &AtomicBool, failed: bool| {
+            if failed || down.load(Ordering::Relaxed) { Available::AtWorst } else { Available::Yes }
+        };
+        let block = block_len(&self.card) as u64;
+        let prefills: Vec<_> = (self.prefills.iter().enumerate())
+            .map(|(index, node)| PrefillView {
+                owed_tokens: node.owed_tokens.load(Ordering::Relaxed),
+                matched_tokens: node.prefixes.lock().matched(chain) as u64 * block,
+                available: available(&node.down, tries.prefills.contains(&index)),
+            })
+            .collect();
+        let decodes: Vec<_> = (self.decodes.iter().enumerate())
+            .map(|(index, node)| DecodeView {
+                requests: node.requests.load(Ordering::Relaxed),
+                available: available(&node.down, tries.decodes.contains(&index)),
+            })
+            .collect();
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let prompt_tokens = prepared.tokens.len() as u64;
+        let prefill = placement::prefill(&prefills, prompt_tokens, turn);
+        let Some(decode) = placement::decode(&decodes, turn) else {
+            return Err(Failure::NoNode { role: "decode", detail: "none is configured".into() });
+        };
+        ticket.note("placement", placement::explained(&prefills, &decodes, prompt_tokens));
+        let owed = prefill.map(|index| {
+            let new = prompt_tokens.saturating_sub(prefills[index].matched_tokens).max(1);
+            owe(&self.prefills[index], new)
+        });
+        let decode = Arc::clone(&self.decodes[decode]);
+        decode.requests.fetch_add(1, Ordering::Relaxed);
+        let counted = Arc::clone(&decode);
+        let of = Box::new(move || {
+            counted.requests.fetch_sub(1, Ordering::Relaxed);
+        });
+        Ok(Choice {
+            prefill: prefill.map(|index| Arc::clone(&self.prefills[index])),
+            decode,
+            owed,
+            request: Share { of },
+        })
+    }
+
+    /// One try: until the first token, or the end of a generation without any.
+    async fn attempt(
+        &self,
+        request: &Generate,
+        prepared: &Prepared,
+        choice: &Choice,
+        deadline: Instant,
+    ) -> Result<(Generated, BoxStream<'static, Result<Generated, Lost>>), Lost> {
+        let message = GenerateRequest {
+            request_id: request.id.clone(),
+            model: self.card.id.clone(),
+            tokens: prepared.tokens.clone(),
+            max_tokens: prepared.tokens_max,
+            sampling: Some(Sampling {
+                temperature: request.sampling.temperature,
+                top_p: request.sampling.top_p,
+                seed: request.sampling.seed,
+            }),
+            stop_tokens: prepared.stop_tokens.clone(),
+            prefill: choice.prefill.as_ref().map(|node| node.known.address.clone()).unwrap_or_default(),
+            ..GenerateRequest::default()
+        };
+        let mut stream = choice.decode.known.link.generate(message, deadline);
+        loop {
+            match stream.next().await {
+                Some(Ok(message)) if message.tokens.is_empty() && message.finished.is_none() => {}
+                Some(Ok(message)) => return Ok((message, stream)),
+                Some(Err(lost)) => return Err(lost),
+                None => return Err(Lost::Decode { detail: "the stream ended before its first token".into() }),
+            }
+        }
+    }
+}
+
+fn owe(node: &Arc<Prefill>, tokens: u64) -> Share {
+    node.owed_tokens.fetch_add(tokens, Ordering::Relaxed);
+    let node = Arc::clone(node);
+    Share {
+        of: Box::new(move || {
+            node.owed_tokens.fetch_sub(tokens, Ordering::Relaxed);
+        }),
+    }
+}
+
+fn block_len(card: &Card) -> usize {
+    usize::try_from(card.layout.shape().block_tokens).unwrap_or(usize::MAX)
+}
+
+/// What a request went through on its way to the first token.
+struct Tries {
+    /// Nodes that failed since the last pause, by index.
+    prefills: Vec<usize>,
+    decodes: Vec<usize>,
+    until: Instant,
+    pause: Duration,
+}
+
+impl Tries {
+    fn new(until: Instant) -> Self {
+        Self { prefills: Vec::new(), decodes: Vec::new(), until, pause: PAUSE_MIN }
+    }
+}
+
+impl Inner {
+    /// Remembers which node failed a request, so that the next try and other requests avoid it.
+    fn note(&self, tries: &mut Tries, choice: &Choice, lost: &Lost) {
+        match (lost, &choice.prefill) {
+            (Lost::Decode { .. }, _) => {
+                choice.decode.down.store(true, Ordering::Relaxed);
+                tries.decodes.extend(self.decodes.iter().position(|node| Arc::ptr_eq(node, &choice.decode)));
+            }
+            (Lost::Busy { .. }, _) => {
+                tries.decodes.extend(self.decodes.iter().position(|node| Arc::ptr_eq(node, &choice.decode)));
+            }
+            (Lost::Prefill { .. }, Some(prefill)) => {
+                prefill.down.store(true, Ordering::Relaxed);
+                prefill.prefixes.lock().clear();
+                tries.prefills.extend(self.prefills.iter().position(|node| Arc::ptr_eq(node, prefill)));
+            }
+            (Lost::Prefill { .. } | Lost::Refused { .. } | Lost::Deadline, _) => {}
+        }
+    }
+}
+
+impl Begun {
+    /// The client's side of the answer.
+    fn generation(self, ticket: Ticket) -> Generation {
+        let Self { prompt_tokens, cached_tokens, answer, first, rest, place, request, limit } = self;
+        let messages = stream::iter([Ok(first)]).chain(rest).boxed();
+        let flight = Flight { messages, answer: Some(answer), ticket, place: Some(place), limit, _request: request };
+        let pieces = stream::unfold(flight, |mut flight| async move {
+            let piece = flight.next().await?;
+            Some((piece, flight))
+        });
+        Generation { prompt_tokens, cached_tokens, pieces: pieces.boxed() }
+    }
+}
+
+/// An answer on its way to the client, and everything it holds.
+struct Flight {
+    messages: BoxStream<'static, Result<Generated, Lost>>,
+    /// Gone once the last piece was made.
+    answer: Option<Answer>,
+    ticket: Ticket,
+    place: Option<Place>,
+    limit: Duration,
+    _request: Share,
+}
+
+impl Flight {
+    async fn next(&mut self) -> Option<Result<Piece, Failure>> {
+        let mut answer = self.answer.take()?;
+        // Ends with the stream, whose items are bounded by the tokens asked for.
+        loop {
+            let message = match self.messages.next().await {
+                Some(Ok(message)) => message,
+                Some(Err(lost)) => return Some(Err(self.lost(lost))),
+                None => return Some(Err(self.lost(Lost::Decode { detail: "the stream ended early".into() }))),
+            };
+            let mut piece = answer.push(&message.tokens);
+            self.ticket.tokens(piece.tokens.len());
+            if piece.finish.is_none()
+                && let Some(finished) = &message.finished
+            {
+                let finish = match finished.reason() {
+                    FinishReason::Length => Finish::Length,
+                    FinishReason::Stop | FinishReason::Unspecified => Finish::Stop,
+                };
+                self.ticket.note("pauses", finished.pauses);
+                self.ticket.note("batch_max", finished.batch_max);
+                let last = answer.finish(finish);
+                piece.text.push_str(&last.text);
+                piece.finish = last.finish;
+                self.end(finish.name());
+                return Some(Ok(piece));
+            }
+            if piece.finish.is_some() {
+                self.end(Finish::Stop.name());
+                return Some(Ok(piece));
+            }
+            if !piece.tokens.is_empty() {
+                self.answer = Some(answer);
+                return Some(Ok(piece));
+            }
+        }
+    }
+
+    fn end(&mut self, how: &str) {
+        self.ticket.done(how);
+        if let Some(place) = self.place.take() {
+            place.leave(self.ticket.began, self.ticket.now());
+        }
+    }
+
+    fn lost(&mut self, lost: Lost) -> Failure {
+        let tokens = self.ticket.token_count;
+        let failure = match lost {
+            Lost::Deadline => Failure::Deadline { limit: self.limit },
+            Lost::Prefill { detail } => Failure::NodeLost { role: "prefill", tokens, detail },
+            Lost::Decode { detail } => Failure::NodeLost { role: "decode", tokens, detail },
+            Lost::Busy { reason, .. } | Lost::Refused { reason } => {
+                Failure::NodeLost { role: "decode", tokens, detail: reason }
+            }
+        };
+        self.ticket.failed(&failure);
+        failure
+    }
+}

@@ -1,0 +1,253 @@
+//! A router over nodes that do what the test says, under a clock that moves only when somebody sleeps.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use futures::executor::block_on;
+use futures::future::{BoxFuture, FutureExt, ready};
+use futures::stream::{self, BoxStream, StreamExt};
+use millpond_core::time::{Duration, Instant};
+use millpond_core::wire::message::serve::{FinishReason, Finished, GenerateRequest, Generated, Load, Started};
+use parking_lot::Mutex;
+
+use super::link::{Link, Lost, Timers};
+use super::service::Known;
+use super::*;
+use crate::metrics::Registry;
+use crate::model::toy;
+
+/// What a fake decode node does with the next request.
+enum Script {
+    /// Streams these, then hangs unless the last one is finished or an error.
+    Items(Vec<Result<Generated, Lost>>),
+}
+
+/// A decode node that follows its scripts, the last one for ever.
+#[derive(Default)]
+struct Fake {
+    scripts: Mutex<VecDeque<Script>>,
+    asked: Mutex<Vec<GenerateRequest>>,
+}
+
+impl Link for Fake {
+    fn generate(&self, request: GenerateRequest, _: Instant) -> BoxStream<'static, Result<Generated, Lost>> {
+        self.asked.lock().push(request);
+        let mut scripts = self.scripts.lock();
+        let items = match scripts.front() {
+            None => vec![Err(Lost::Decode { detail: "connection refused".into() })],
+            Some(Script::Items(items)) => items.clone(),
+        };
+        if scripts.len() > 1 {
+            scripts.pop_front();
+        }
+        stream::iter(items).chain(stream::pending()).boxed()
+    }
+
+    fn load(&self, _: Instant) -> BoxFuture<'static, Result<Load, Lost>> {
+        ready(Ok(Load::default())).boxed()
+    }
+}
+
+fn word(text: &str, finish: Option<FinishReason>) -> Result<Generated, Lost> {
+    let finished = finish.map(|reason| Finished { reason: reason.into(), batch_max: 1, ..Default::default() });
+    Ok(Generated { tokens: text.bytes().map(u32::from).collect(), started: None, finished })
+}
+
+fn first(text: &str, cached_tokens: u32) -> Result<Generated, Lost> {
+    let started = Some(Started { cached_tokens, via: "tcp".into(), ..Default::default() });
+    word(text, None).map(|message| Generated { started, ..message })
+}
+
+fn dead() -> Script {
+    Script::Items(vec![Err(Lost::Decode { detail: "connection refused".into() })])
+}
+
+fn prefill_dead() -> Script {
+    Script::Items(vec![Err(Lost::Prefill { detail: "prefill-0 is gone".into() })])
+}
+
+fn answer() -> Script {
+    Script::Items(vec![first("he", 3), word("llo", Some(FinishReason::Length))])
+}
+
+struct Bench {
+    router: Router,
+    registry: Registry,
+    decodes: Vec<Arc<Fake>>,
+}
+
+fn bench(prefills: usize, scripts: Vec<Vec<Script>>, limits: RouterLimits) -> Bench {
+    let clock = Arc::new(AtomicU64::new(0));
+    let now = Arc::clone(&clock);
+    let timers = Timers {
+        now: Arc::new(move || Instant::from_nanos(now.load(Ordering::SeqCst))),
+        sleep: Arc::new(move |span| {
+            let clock = Arc::clone(&clock);
+            let mut slept = false;
+            // Others get a turn first, as with a real timer.
+            std::future::poll_fn(move |context| {
+                if std::mem::replace(&mut slept, true) {
+                    clock.fetch_add(span.as_nanos(), Ordering::SeqCst);
+                    return std::task::Poll::Ready(());
+                }
+                context.waker().wake_by_ref();
+                std::task::Poll::Pending
+            })
+            .boxed()
+        }),
+    };
+    let decodes: Vec<Arc<Fake>> = scripts
+        .into_iter()
+        .map(|scripts| Arc::new(Fake { scripts: Mutex::new(scripts.into()), ..Fake::default() }))
+        .collect();
+    let known = |role: &str, index: usize, link: Arc<dyn Link>| Known { address: format!("{role}-{index}"), link };
+    let prefills = (0..prefills).map(|index| known("prefill", index, Arc::new(Fake::default()))).collect();
+    let links = decodes.iter().enumerate().map(|(index, link)| known("decode", index, Arc::clone(link) as _)).collect();
+    let registry = Registry::new();
+    let router = Router::new(toy::card(), prefills, links, limits, timers, &registry);
+    Bench { router, registry, decodes }
+}
+
+fn request(id: &str, prompt: &str) -> Generate {
+    Generate::new(id, "toy", Prompt::Text(prompt.into()))
+}
+
+/// The whole text of an answer, or how it failed.
+fn text(generation: Generation) -> Result<String, Failure> {
+    block_on(generation.pieces.map(|piece| piece.map(|piece| piece.text)).collect::<Vec<_>>()).into_iter().collect()
+}
+
+#[test]
+fn an_answer_comes_through_and_leaves_its_record() {
+    let bench = bench(1, vec![vec![answer()]], RouterLimits::default());
+    let generation = block_on(bench.router.generate(request("r", "hi there"))).unwrap();
+    assert_eq!((generation.prompt_tokens, generation.cached_tokens), (8, 3));
+    assert_eq!(text(generation).unwrap(), "hello");
+    let record = bench.router.explain("r").unwrap();
+    assert_eq!(record["outcome"], "length");
+    assert_eq!(record["generated_tokens"], 5);
+    assert_eq!(record["tries"][0]["prefill"], "prefill-0");
+    assert_eq!(record["via"], "tcp");
+    assert_eq!(bench.decodes[0].asked.lock()[0].prefill, "prefill-0");
+    assert!(bench.registry.text().contains("millpond_router_requests_total{outcome=\"length\"} 1\n"));
+    assert!(bench.registry.text().contains("millpond_router_requests_open 0\n"));
+}
+
+#[test]
+fn a_node_that_dies_before_the_first_token_is_replaced() {
+    let bench = bench(0, vec![vec![dead()], vec![answer()]], RouterLimits::default());
+    for index in 0..4 {
+        let generation = block_on(bench.router.generate(request(&index.to_string(), "hi"))).unwrap();
+        assert_eq!(text(generation).unwrap(), "hello");
+    }
+    // It is down: once it failed, the other one is asked first.
+    assert!(bench.decodes[0].asked.lock().len() <= 1);
+}
+
+#[test]
+fn a_lone_prefill_node_that_restarts_is_waited_for() {
+    let scripts = vec![prefill_dead(), prefill_dead(), prefill_dead(), answer()];
+    let bench = bench(1, vec![scripts], RouterLimits::default());
+    let generation = block_on(bench.router.generate(request("r", "hi"))).unwrap();
+    assert_eq!(text(generation).unwrap(), "hello");
+    assert_eq!(bench.router.explain("r").unwrap()["tries"].as_array().unwrap().len(), 4);
+    assert!(bench.registry.text().contains("millpond_router_retries_total{role=\"prefill\"} 3\n"));
+}
+
+#[test]
+fn nodes_that_stay_away_are_an_error_in_bounded_time() {
+    let bench = bench(1, vec![vec![dead()]], RouterLimits::default());
+    let failure = block_on(bench.router.generate(request("r", "hi"))).unwrap_err();
+    assert!(matches!(failure, Failure::NoNode { role: "decode", .. }), "{failure}");
+    let record = bench.router.explain("r").unwrap();
+    let took = record["took_us"].as_u64().unwrap();
+    assert!((15_000_000..16_000_000).contains(&took), "{took}");
+    assert_eq!(record["outcome"], "failed");
+}
+
+#[test]
+fn a_node_that_dies_in_mid_answer_is_an_error_that_counts_the_tokens() {
+    let gone = Script::Items(vec![first("he", 0), Err(Lost::Decode { detail: "reset".into() })]);
+    let bench = bench(1, vec![vec![gone]], RouterLimits::default());
+    let mut generation = block_on(bench.router.generate(request("r", "hi"))).unwrap();
+    assert!(block_on(generation.pieces.next()).unwrap().is_ok());
+    let failure = block_on(generation.pieces.next()).unwrap().unwrap_err();
+    assert_eq!(failure, Failure::NodeLost { role: "decode", tokens: 2, detail: "reset".into() });
+    assert!(block_on(generation.pieces.next()).is_none());
+}
+
+#[test]
+fn a_client_that_leaves_gives_everything_back() {
+    let hanging = Script::Items(vec![first("he", 0)]);
+    let mut limits = RouterLimits::default();
+    limits.line = LineLimits { running_max: 1, waiting_max: 0 };
+    let bench = bench(1, vec![vec![hanging]], limits);
+    let generation = block_on(bench.router.generate(request("r", "hi"))).unwrap();
+    let busy = block_on(bench.router.generate(request("s", "hi"))).unwrap_err();
+    assert!(matches!(busy, Failure::Busy { .. }), "{busy}");
+    assert_eq!(bench.router.view()["decode"][0]["requests"], 1);
+    drop(generation);
+    assert_eq!(bench.router.explain("r").unwrap()["outcome"], "cancelled");
+    assert_eq!(bench.router.view()["decode"][0]["requests"], 0);
+    assert_eq!(bench.router.view()["prefill"][0]["owed_tokens"], 0);
+    assert_eq!(bench.router.view()["running"], 0);
+}
+
+#[test]
+fn a_prefix_goes_where_it_was_before() {
+    let bench = bench(2, vec![vec![answer()]], RouterLimits::default());
+    let shared = "x".repeat(64);
+    for index in 0..6 {
+        let generation =
+            block_on(bench.router.generate(request(&index.to_string(), &format!("{shared}{index}")))).unwrap();
+        text(generation).unwrap();
+    }
+    let asked = bench.decodes[0].asked.lock();
+    assert!(asked.iter().all(|request| request.prefill == asked[0].prefill));
+}
+
+#[test]
+fn full_nodes_are_passed_over_and_if_all_are_full_the_client_is_told_when_to_return() {
+    let full = || {
+        let retry_after = Duration::from_secs(3);
+        Script::Items(vec![Err(Lost::Busy { reason: "no pages".into(), retry_after })])
+    };
+    let one = bench(0, vec![vec![full()], vec![answer()]], RouterLimits::default());
+    assert_eq!(text(block_on(one.router.generate(request("r", "hi"))).unwrap()).unwrap(), "hello");
+    let both = bench(0, vec![vec![full()], vec![full()]], RouterLimits::default());
+    let failure = block_on(both.router.generate(request("r", "hi"))).unwrap_err();
+    assert_eq!(failure, Failure::Busy { reason: "no pages".into(), retry_after: Duration::from_secs(3) });
+}
+
+#[test]
+fn a_stop_text_cancels_the_rest_and_is_not_part_of_the_answer() {
+    let endless = Script::Items(vec![first("one st", 0), word("op two", None)]);
+    let bench = bench(0, vec![vec![endless]], RouterLimits::default());
+    let mut asked = request("r", "hi");
+    asked.stop = vec!["stop".into()];
+    let generation = block_on(bench.router.generate(asked)).unwrap();
+    assert_eq!(text(generation).unwrap(), "one ");
+    assert_eq!(bench.router.explain("r").unwrap()["outcome"], "stop");
+}
+
+#[test]
+fn who_waits_in_line_past_the_deadline_is_told_so() {
+    let mut limits = RouterLimits::default();
+    limits.line = LineLimits { running_max: 1, waiting_max: 1 };
+    let bench = bench(0, vec![vec![Script::Items(vec![first("he", 0)])]], limits);
+    let _running = block_on(bench.router.generate(request("r", "hi"))).unwrap();
+    let mut hurried = request("s", "hi");
+    hurried.deadline = Some(Duration::from_millis(5));
+    let failure = block_on(bench.router.generate(hurried)).unwrap_err();
+    assert_eq!(failure, Failure::Deadline { limit: Duration::from_millis(5) });
+}
+
+#[test]
+fn readiness_names_what_is_missing() {
+    let bench = bench(1, vec![vec![answer()]], RouterLimits::default());
+    assert!(bench.router.ready().unwrap_err().contains("decode-0"));
+    // The fakes answer at once, so a turn of the watch is enough.
+    assert!(bench.router.watch().now_or_never().is_none());
+    assert_eq!(bench.router.ready(), Ok(()));
+}
