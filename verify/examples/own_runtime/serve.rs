@@ -41,8 +41,8 @@ async fn serve<R: Runtime>(runtime: &R) {
     runtime.spawn(Arc::clone(&shard).run(runtime.clone(), node.stopping()));
     let config = StoreConfig { capacity: 16 << 20, ..StoreConfig::default() };
     let link = Link::local(Arc::clone(&shard), runtime.clone());
-    let store = StoreNode::start(engine.clone(), link, address.to_string(), config).unwrap();
-    runtime.spawn(store.clone().run(node.stopping()));
+    let store = StoreNode::start(engine.clone(), link, config).unwrap();
+    runtime.spawn(store.clone().run(address.to_string(), node.stopping()));
 
     let services = Router::new()
         .call(ECHO, |_: Context, text: Text| async move { Ok::<Text, Refusal>(text) })

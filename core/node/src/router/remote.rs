@@ -9,7 +9,6 @@ use millpond_core::wire::message::serve::{
 
 use super::link::{Link, Lost, Timers};
 use super::service::{Known, Router, RouterLimits};
-use crate::metrics::Registry;
 use crate::model::Card;
 use crate::node::Node;
 use crate::rpc::{Client, Reason, RpcError};

@@ -180,8 +180,7 @@ fn a_node_that_dies_in_mid_answer_is_an_error_that_counts_the_tokens() {
 #[test]
 fn a_client_that_leaves_gives_everything_back() {
     let hanging = Script::Items(vec![first("he", 0)]);
-    let mut limits = RouterLimits::default();
-    limits.line = LineLimits { running_max: 1, waiting_max: 0 };
+    let limits = RouterLimits { line: LineLimits { running_max: 1, waiting_max: 0 }, ..RouterLimits::default() };
     let bench = bench(1, vec![vec![hanging]], limits);
     let generation = block_on(bench.router.generate(request("r", "hi"))).unwrap();
     let busy = block_on(bench.router.generate(request("s", "hi"))).unwrap_err();
@@ -233,8 +232,7 @@ fn a_stop_text_cancels_the_rest_and_is_not_part_of_the_answer() {
 
 #[test]
 fn who_waits_in_line_past_the_deadline_is_told_so() {
-    let mut limits = RouterLimits::default();
-    limits.line = LineLimits { running_max: 1, waiting_max: 1 };
+    let limits = RouterLimits { line: LineLimits { running_max: 1, waiting_max: 1 }, ..RouterLimits::default() };
     let bench = bench(0, vec![vec![Script::Items(vec![first("he", 0)])]], limits);
     let _running = block_on(bench.router.generate(request("r", "hi"))).unwrap();
     let mut hurried = request("s", "hi");
