@@ -1,4 +1,4 @@
-//! Prefill, KV transfer and decode together say what one process says: token for token, with the toy model.
+//! Prefill, KV transfer, store and decode together say what one process says: token for token, with the toy model.
 
 use std::sync::Arc;
 
@@ -7,9 +7,11 @@ use futures::future::join_all;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::hello::{HostIdentity, Identity};
 use millpond_core::wire::message::serve::{FinishReason, GenerateRequest, Sampling, Started};
+use millpond_node::client::StoreClient;
 use millpond_node::decode::{self, Decode, RpcPrefills};
+use millpond_node::directory::{Link, Shard, ShardConfig};
 use millpond_node::engine::{Engine, Options};
-use millpond_node::kv::{Blocks, LocalBlocks, Pool, Tenants};
+use millpond_node::kv::{Blocks, Pool, StoreBlocks, Tenants};
 use millpond_node::metrics::Registry;
 use millpond_node::model::pages::HeapPages;
 use millpond_node::model::sample::sample;
@@ -18,6 +20,7 @@ use millpond_node::prefill::{self, Prefill};
 use millpond_node::rpc::{self, Reason, Refusal};
 use millpond_node::runtime::{Runtime, Stop, local_addr, within};
 use millpond_node::session::{self, Acceptor, Credentials};
+use millpond_node::store::{StoreConfig, StoreNode};
 use millpond_tokio::Tokio;
 
 const BLOCK: usize = 16;
@@ -48,15 +51,32 @@ fn identity(node: u8) -> Identity {
     Identity { node: [node; 16], incarnation: 1, host: HostIdentity::UNKNOWN }
 }
 
-/// A prefill node and a decode node in this process, an rpc session between them, and blocks that both keep.
+/// A prefill node and a decode node in this process, an rpc session between them, and a store that both use.
 struct Cluster {
     runtime: Tokio,
     decode: Decode<Tokio>,
     prefill_address: String,
     prefill_pool: Pool,
-    blocks: Arc<LocalBlocks>,
+    store: StoreClient<Tokio>,
     registry: Registry,
     _stop: StopOnDrop,
+}
+
+/// A directory, an owner and a client.
+async fn store(engine: &Engine<Tokio>, stop: &Stop) -> StoreClient<Tokio> {
+    let runtime = engine.runtime();
+    let shard = Shard::start(ShardConfig { is_first: true, ..ShardConfig::default() }).unwrap();
+    let link = Link::local(Arc::clone(&shard), runtime.clone());
+    let config = StoreConfig { capacity: 256 << 20, ..StoreConfig::default() };
+    let node = StoreNode::start(engine.clone(), link.clone(), config).unwrap();
+    runtime.spawn(shard.run(runtime.clone(), stop.child()));
+    runtime.spawn(node.clone().run("127.0.0.1:1".to_owned(), stop.child()));
+    let (credentials, options) = (Credentials::new(identity(1)), millpond_node::client::Options::default());
+    let client = StoreClient::new(engine.clone(), link, credentials, Some(node), options).unwrap();
+    while client.view().await.unwrap().is_empty() {
+        runtime.sleep(Duration::from_millis(1)).await;
+    }
+    client
 }
 
 struct StopOnDrop(Stop);
@@ -82,7 +102,9 @@ impl Cluster {
         let model: Arc<dyn Model> = Arc::new(Toy::new());
         let layout = model.card().layout;
         let engine = Engine::start(runtime.clone(), Options::new(identity(1))).unwrap();
-        let blocks = Arc::new(LocalBlocks::new(10_000));
+        let stop = Stop::new();
+        let store = store(&engine, &stop).await;
+        let blocks: Arc<dyn Blocks> = Arc::new(StoreBlocks::new(store.clone()));
         let registry = Registry::new();
         let role = |pages: u64, blocks: Arc<dyn Blocks>| {
             let pool = Pool::new(&engine, layout, pages * layout.page_len().next_multiple_of(4096)).unwrap();
@@ -95,7 +117,7 @@ impl Cluster {
         let listener = runtime.listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let prefill_address = local_addr(&listener).unwrap().to_string();
         let methods = prefill::service::methods(&far, &engine).merge(decode::service::load_method(&far, None));
-        let (stop, router, owner) = (Stop::new(), Arc::new(methods), runtime.clone());
+        let (router, owner) = (Arc::new(methods), runtime.clone());
         let halt = stop.clone();
         runtime.spawn(async move {
             let acceptor = Acceptor::new(Credentials::new(identity(1)), session::Limits::default());
@@ -112,7 +134,7 @@ impl Cluster {
         let prefills = Arc::new(RpcPrefills::new(runtime.clone(), Credentials::new(identity(1))));
         let decode = Decode::start(near, engine, prefills, decode::Options::default(), &registry);
         let prefill_pool = far.pool().clone();
-        Self { runtime, decode, prefill_address, prefill_pool, blocks, registry, _stop: StopOnDrop(stop) }
+        Self { runtime, decode, prefill_address, prefill_pool, store, registry, _stop: StopOnDrop(stop) }
     }
 
     fn deadline(&self) -> Instant {
@@ -325,6 +347,7 @@ fn requests_that_make_no_sense_are_refused_with_the_reason() {
         }
         cluster.all_free().await;
         assert_eq!(cluster.say(fine).await.unwrap().tokens, alone(&[1, 2, 3], 4, &Sampling::default()));
-        assert!(cluster.blocks.is_empty(), "no request filled a block");
+        let stored = cluster.store.list(b"kv/").next().await.unwrap();
+        assert!(stored.is_none_or(|page| page.rows.is_empty()), "no request filled a block");
     });
 }
