@@ -33,6 +33,11 @@ impl Workers {
         Self { pool: pool.flatten(), arch: Arch::new() }
     }
 
+    /// How many there are.
+    pub(super) fn threads(&self) -> usize {
+        self.pool.as_ref().map_or(1, rayon::ThreadPool::current_num_threads)
+    }
+
     /// Runs all of `work` (and whatever it gives to [`Workers::each`]) on these threads.
     pub(super) fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         match &self.pool {
@@ -231,18 +236,7 @@ impl PanelProduct<'_> {
         };
         for (tile, out) in self.out.chunks_mut(TILE * LANES).enumerate() {
             let x = &self.x.values[tile * inputs..][..inputs];
-            let (out, _) = out.as_chunks_mut::<LANES>();
-            match out.len() {
-                1 => rows::<S, 1, N>(simd, x, 0, weights, out),
-                2 => rows::<S, 2, N>(simd, x, 0, weights, out),
-                3..=4 => rows::<S, 4, N>(simd, x, 0, weights, out),
-                _ if N == 1 => rows::<S, 8, N>(simd, x, 0, weights, out),
-                _ => {
-                    let (first, second) = out.split_at_mut(4);
-                    rows::<S, 4, N>(simd, x, 0, weights, first);
-                    rows::<S, 4, N>(simd, x, 4, weights, second);
-                }
-            }
+            tile_product::<S, N>(simd, x, weights, out.as_chunks_mut::<LANES>().0);
         }
     }
 }
@@ -266,6 +260,22 @@ fn widen<S: Simd, const N: usize>(
             for v in 0..N {
                 lanes[v] = simd.mul_add_f32s(lanes[v], scale[v], offset[v]);
             }
+        }
+    }
+}
+
+/// The rows of one tile, as many as `out` has, times one panel.
+#[inline(always)]
+fn tile_product<S: Simd, const N: usize>(simd: S, x: &[[f32; TILE]], weights: &[f32], out: &mut [[f32; LANES]]) {
+    match out.len() {
+        1 => rows::<S, 1, N>(simd, x, 0, weights, out),
+        2 => rows::<S, 2, N>(simd, x, 0, weights, out),
+        3..=4 => rows::<S, 4, N>(simd, x, 0, weights, out),
+        _ if N == 1 => rows::<S, 8, N>(simd, x, 0, weights, out),
+        _ => {
+            let (first, second) = out.split_at_mut(4);
+            rows::<S, 4, N>(simd, x, 0, weights, first);
+            rows::<S, 4, N>(simd, x, 4, weights, second);
         }
     }
 }
@@ -306,7 +316,7 @@ pub(super) struct Attention<'a> {
     pub(super) group: usize,
     /// Position of the first token.
     pub(super) start: usize,
-    /// Tokens of a page.
+    /// Tokens of a page, a multiple of [`LANES`].
     pub(super) block: usize,
 }
 
@@ -320,12 +330,16 @@ impl Attention<'_> {
     /// Computes all rows with the widest vectors.
     pub(super) fn run(self, workers: &Workers, pages: &(impl ReadPage + ?Sized)) {
         let tokens = self.queries.len() / (self.group * self.head_dim);
-        let context = (self.start + tokens).next_multiple_of(self.block).next_multiple_of(LANES);
+        let context = (self.start + tokens).next_multiple_of(self.block);
         let rows = tokens * self.group;
         let page_len = self.block * self.head_dim;
+        let tiles_len = rows.next_multiple_of(TILE) * self.head_dim;
         ATTENTION.with_borrow_mut(|scratch| {
-            let (scores, page) = grown(scratch, rows * context + page_len).split_at_mut(rows * context);
-            workers.arch.dispatch(AttentionRun { job: self, pages, scores, page, context });
+            let scratch = grown(scratch, rows * context + tiles_len + 2 * page_len);
+            let (scores, rest) = scratch.split_at_mut(rows * context);
+            let (tiles, rest) = rest.split_at_mut(tiles_len);
+            let (page, keys) = rest.split_at_mut(page_len);
+            workers.arch.dispatch(AttentionRun { job: self, pages, scores, tiles, page, keys, context });
         });
     }
 }
@@ -337,8 +351,14 @@ thread_local! {
 struct AttentionRun<'a, 'b, P: ReadPage + ?Sized> {
     job: Attention<'a>,
     pages: &'b P,
+    /// `[row][context]`.
     scores: &'b mut [f32],
+    /// The queries, as [`Tiles`] has them.
+    tiles: &'b mut [f32],
+    /// One page, `[token][head dim]`.
     page: &'b mut [f32],
+    /// Keys of one page, `[token / LANES][head dim][LANES]`.
+    keys: &'b mut [f32],
     context: usize,
 }
 
@@ -353,62 +373,106 @@ impl<P: ReadPage + ?Sized> WithSimd for AttentionRun<'_, '_, P> {
 
 impl<P: ReadPage + ?Sized> AttentionRun<'_, '_, P> {
     #[inline(always)]
-    fn run<S: Simd, const N: usize>(self, simd: S) {
-        use millpond_core::layout::Side;
-        let Attention { queries, out, head_dim, group, start, block } = self.job;
-        let (context, page) = (self.context, self.page);
-        let end = start + queries.len() / (group * head_dim);
-        // Tokens of page `index` that `row` may see.
-        let seen = |row: usize, index: usize| (start + row / group + 1).saturating_sub(index * block).min(block);
-        for index in 0..end.div_ceil(block) {
-            self.pages.read(Side::Key, index, (end - index * block).min(block), page);
-            let rows = queries.chunks_exact(head_dim).zip(self.scores.chunks_exact_mut(context));
-            for (row, (query, scores)) in rows.enumerate() {
-                let scores = &mut scores[index * block..][..seen(row, index)];
-                for (score, key) in scores.iter_mut().zip(page.chunks_exact(head_dim)) {
-                    *score = dot::<S, N>(simd, query, key);
-                }
-            }
-        }
-        for (row, (scores, out)) in
-            self.scores.chunks_exact_mut(context).zip(out.chunks_exact_mut(head_dim)).enumerate()
-        {
-            let scale = 1.0 / softmax::<S, N>(simd, scores, start + row / group + 1);
-            scores.iter_mut().for_each(|score| *score *= scale);
+    fn run<S: Simd, const N: usize>(mut self, simd: S) {
+        self.score::<S, N>(simd);
+        let Attention { start, group, head_dim, .. } = self.job;
+        let rows = self.scores.chunks_exact_mut(self.context).zip(self.job.out.chunks_exact_mut(head_dim));
+        for (row, (scores, out)) in rows.enumerate() {
+            softmax::<S, N>(simd, scores, start + row / group + 1);
             out.fill(0.0);
         }
-        for index in 0..end.div_ceil(block) {
-            self.pages.read(Side::Value, index, (end - index * block).min(block), page);
-            let rows = out.chunks_exact_mut(head_dim).zip(self.scores.chunks_exact(context));
-            for (row, (out, scores)) in rows.enumerate() {
-                let scores = &scores[index * block..][..seen(row, index)];
-                if head_dim.is_multiple_of(4 * LANES) && N <= 2 {
-                    match N {
-                        1 => weighted::<S, 4>(simd, scores, page, head_dim, out),
-                        _ => weighted::<S, 8>(simd, scores, page, head_dim, out),
+        self.mix::<S, N>(simd);
+    }
+
+    /// Tokens of page `index` that `row` may see.
+    #[inline(always)]
+    fn seen(&self, row: usize, index: usize) -> usize {
+        let Attention { start, group, block, .. } = self.job;
+        (start + row / group + 1).saturating_sub(index * block).min(block)
+    }
+
+    /// Pages, and the tokens in them.
+    #[inline(always)]
+    fn extent(&self) -> (usize, usize) {
+        let Attention { queries, head_dim, group, start, block, .. } = &self.job;
+        let end = start + queries.len() / (group * head_dim);
+        (end.div_ceil(*block), end)
+    }
+
+    /// Scores of all rows: products of queries with panels of keys, as with weights.
+    #[inline(always)]
+    fn score<S: Simd, const N: usize>(&mut self, simd: S) {
+        use millpond_core::layout::Side;
+        let Attention { queries, head_dim, block, .. } = self.job;
+        for (row, query) in queries.chunks_exact(head_dim).enumerate() {
+            let tile = &mut self.tiles[row / TILE * TILE * head_dim..][..TILE * head_dim];
+            for (lanes, value) in tile.chunks_exact_mut(TILE).zip(query) {
+                lanes[row % TILE] = *value;
+            }
+        }
+        let (count, (pages, end)) = (queries.len() / head_dim, self.extent());
+        for index in 0..pages {
+            self.pages.read(Side::Key, index, (end - index * block).min(block), self.page);
+            transpose(self.page, head_dim, self.keys);
+            for (tile, x) in self.tiles.chunks_exact(TILE * head_dim).enumerate() {
+                let (first, last) = (tile * TILE, (tile * TILE + TILE).min(count));
+                if self.seen(last - 1, index) == 0 {
+                    continue;
+                }
+                for (part, keys) in self.keys.chunks_exact(LANES * head_dim).enumerate() {
+                    let mut products = [[0.0; LANES]; TILE];
+                    tile_product::<S, N>(simd, x.as_chunks::<TILE>().0, keys, &mut products[..last - first]);
+                    for (row, product) in (first..last).zip(&products) {
+                        let place = row * self.context + index * block + part * LANES;
+                        self.scores[place..place + LANES].copy_from_slice(product);
                     }
-                } else {
-                    weighted::<S, N>(simd, scores, page, head_dim, out);
+                }
+            }
+        }
+    }
+
+    /// Sums values by the scores.
+    #[inline(always)]
+    fn mix<S: Simd, const N: usize>(&mut self, simd: S) {
+        use millpond_core::layout::Side;
+        let Attention { head_dim, block, .. } = self.job;
+        let (pages, end) = self.extent();
+        for index in 0..pages {
+            self.pages.read(Side::Value, index, (end - index * block).min(block), self.page);
+            for row in 0..self.job.queries.len() / head_dim {
+                let seen = self.seen(row, index);
+                let scores = &self.scores[row * self.context + index * block..][..seen];
+                let out = &mut self.job.out[row * head_dim..][..head_dim];
+                match N {
+                    1 if head_dim.is_multiple_of(4 * LANES) => weighted::<S, 4>(simd, scores, self.page, head_dim, out),
+                    2 if head_dim.is_multiple_of(4 * LANES) => weighted::<S, 8>(simd, scores, self.page, head_dim, out),
+                    _ => weighted::<S, N>(simd, scores, self.page, head_dim, out),
                 }
             }
         }
     }
 }
 
-/// Sums lane by lane, then over lanes by halves: the same order for every width.
+/// `[token][head dim]` to `[token / LANES][head dim][LANES]`.
 #[inline(always)]
-fn dot<S: Simd, const N: usize>(simd: S, a: &[f32], b: &[f32]) -> f32 {
-    let (a, _) = S::as_simd_f32s(a).0.as_chunks::<N>();
-    let (b, _) = S::as_simd_f32s(b).0.as_chunks::<N>();
-    let mut sums = [simd.splat_f32s(0.0); N];
-    for (a, b) in a.iter().zip(b) {
-        for v in 0..N {
-            sums[v] = simd.mul_add_f32s(a[v], b[v], sums[v]);
+fn transpose(page: &[f32], head_dim: usize, keys: &mut [f32]) {
+    for (rows, keys) in page.chunks_exact(LANES * head_dim).zip(keys.chunks_exact_mut(LANES * head_dim)) {
+        let (keys, _) = keys.as_chunks_mut::<LANES>();
+        for (strip, keys) in keys.chunks_exact_mut(8).enumerate() {
+            let mut square = [[0f32; 8]; LANES];
+            for (lane, row) in rows.chunks_exact(head_dim).enumerate() {
+                square[lane].copy_from_slice(&row[strip * 8..][..8]);
+            }
+            for (element, key) in keys.iter_mut().enumerate() {
+                for lane in 0..LANES {
+                    key[lane] = square[lane][element];
+                }
+            }
         }
     }
-    over_lanes(simd, sums)
 }
 
+/// Sums over lanes by halves: the same order for every width.
 #[inline(always)]
 fn over_lanes<S: Simd, const N: usize>(simd: S, mut sums: [S::f32s; N]) -> f32 {
     let mut half = N / 2;
@@ -421,23 +485,29 @@ fn over_lanes<S: Simd, const N: usize>(simd: S, mut sums: [S::f32s; N]) -> f32 {
     simd.reduce_sum_f32s(sums[0])
 }
 
-/// Turns the first `len` scores into weights that are not yet divided by the sum it returns; the rest becomes zero.
+/// Turns the first `len` scores into weights that sum to 1; the rest becomes zero.
 #[inline(always)]
-fn softmax<S: Simd, const N: usize>(simd: S, scores: &mut [f32], len: usize) -> f32 {
+fn softmax<S: Simd, const N: usize>(simd: S, scores: &mut [f32], len: usize) {
     scores[len..].fill(f32::NEG_INFINITY);
-    let max = scores[..len].iter().fold(f32::NEG_INFINITY, |max, score| if *score > max { *score } else { max });
+    let mut most = [simd.splat_f32s(f32::NEG_INFINITY); N];
+    for lanes in S::as_simd_f32s(scores).0.as_chunks::<N>().0 {
+        for v in 0..N {
+            most[v] = simd.max_f32s(most[v], lanes[v]);
+        }
+    }
+    let max = most.iter().fold(f32::NEG_INFINITY, |max, lanes| max.max(simd.reduce_max_f32s(*lanes)));
     for score in scores.iter_mut() {
         *score = exp(*score - max);
     }
     scores[len..].fill(0.0);
-    let (lanes, _) = S::as_simd_f32s(scores).0.as_chunks::<N>();
     let mut sums = [simd.splat_f32s(0.0); N];
-    for lanes in lanes {
+    for lanes in S::as_simd_f32s(scores).0.as_chunks::<N>().0 {
         for v in 0..N {
             sums[v] = simd.add_f32s(sums[v], lanes[v]);
         }
     }
-    over_lanes(simd, sums)
+    let scale = 1.0 / over_lanes(simd, sums);
+    scores.iter_mut().for_each(|score| *score *= scale);
 }
 
 /// `out += Σ weight × value`, token by token, `V` vectors of a row at a time.

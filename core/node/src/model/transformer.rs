@@ -13,7 +13,7 @@ use super::kernel::{Attention, LANES, Panels, ReadPage, Tiles, Workers, exp, fro
 use super::{Card, KvPages, ModelError, Piece, check};
 
 /// Most query tokens that one attention task handles.
-const QUERIES_MAX: usize = 16;
+const QUERIES_MAX: usize = 32;
 
 /// The numbers of the architecture that a layout and limits do not say.
 #[derive(Clone, Copy, Debug)]
@@ -89,6 +89,7 @@ impl Transformer {
         threads: usize,
     ) -> Self {
         let head_dim = card.layout.shape().head_dim as usize;
+        assert!(card.layout.shape().block_tokens as usize % LANES == 0, "keys of a block are whole panels");
         assert!(head_dim.is_multiple_of(LANES) && config.width.is_multiple_of(LANES), "shapes are whole panels");
         let pairs = head_dim / 2;
         #[allow(clippy::cast_possible_truncation, reason = "f32 is the precision of activations")]
@@ -255,13 +256,15 @@ impl Transformer {
     ) {
         let (group, head_dim) = (self.group(), self.head_dim());
         let row_len = group * head_dim;
-        let mut tasks = Vec::with_capacity(self.kv_heads() * (places.len() + total / QUERIES_MAX));
+        // Enough tasks that no thread waits long for the last one; each reads all pages, so no more than that.
+        let parts = (2 * self.workers.threads()).div_ceil(self.kv_heads() * places.len());
+        let mut tasks = Vec::with_capacity(self.kv_heads() * (parts * places.len() + total / QUERIES_MAX));
         let (mut queries, mut attended) = (queries, attended);
         for kv_head in 0..self.kv_heads() {
             for rows in places {
-                let mut done = 0;
+                let (mut done, most) = (0, rows.count.div_ceil(parts).min(QUERIES_MAX));
                 while done < rows.count {
-                    let count = QUERIES_MAX.min(rows.count - done);
+                    let count = most.min(rows.count - done);
                     let (query, rest) = queries.split_at(count * row_len);
                     let (out, rest_out) = attended.split_at_mut(count * row_len);
                     tasks.push((kv_head, rows.piece, rows.start + done, query, Some(out)));
