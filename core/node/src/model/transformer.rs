@@ -89,7 +89,7 @@ impl Transformer {
         threads: usize,
     ) -> Self {
         let head_dim = card.layout.shape().head_dim as usize;
-        assert!(card.layout.shape().block_tokens as usize % LANES == 0, "keys of a block are whole panels");
+        assert!((card.layout.shape().block_tokens as usize).is_multiple_of(LANES), "keys of a block are whole panels");
         assert!(head_dim.is_multiple_of(LANES) && config.width.is_multiple_of(LANES), "shapes are whole panels");
         let pairs = head_dim / 2;
         #[allow(clippy::cast_possible_truncation, reason = "f32 is the precision of activations")]
