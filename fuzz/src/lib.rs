@@ -27,3 +27,13 @@ pub type Op = [u8; 8];
 pub fn ops(data: &[u8]) -> Vec<Op> {
     data.chunks_exact(8).map(|op| op.try_into().expect("chunks of eight")).collect()
 }
+
+/// Ends the process where product and oracle differ: what a fuzzer looks for.
+///
+/// # Panics
+/// If `outcome` is a difference.
+pub fn panic_on(outcome: Result<(), String>) {
+    if let Err(difference) = outcome {
+        panic!("{difference}");
+    }
+}

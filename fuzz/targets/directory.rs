@@ -1,3 +1,4 @@
-//! libFuzzer target: `millpond_fuzz::directory` on any bytes.
+//! The directory and its oracle, under any bytes.
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| millpond_fuzz::directory::run(data));
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| millpond_fuzz::panic_on(millpond_fuzz::directory::run(data)));

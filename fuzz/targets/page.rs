@@ -1,7 +1,4 @@
-//! libFuzzer target: `millpond_fuzz::page` against its oracle, on any list of operations.
+//! The page table and its oracle, under any bytes.
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    if let Err(difference) = millpond_fuzz::page::run(&millpond_fuzz::ops(data)) {
-        panic!("{difference}");
-    }
-});
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| millpond_fuzz::panic_on(millpond_fuzz::page::run(&millpond_fuzz::ops(data))));

@@ -1,7 +1,6 @@
-//! libFuzzer target: `millpond_fuzz::prefix` against its oracle, on any list of operations.
+//! The prefix tree and its oracle, under any bytes.
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    if let Err(difference) = millpond_fuzz::prefix::run(&millpond_fuzz::ops(data)) {
-        panic!("{difference}");
-    }
-});
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| millpond_fuzz::panic_on(millpond_fuzz::prefix::run(&millpond_fuzz::ops(
+    data
+))));

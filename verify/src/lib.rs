@@ -1,3 +1,3 @@
-//! Slow, obvious oracles and the harnesses that compare the product against them.
-
-pub mod directory;
+//! Model checks, the tidy test, end-to-end tests and benches of Millpond. Everything is under `tests` and `benches`; the
+//! oracles are a crate of their own, `millpond-oracle`.
+#![forbid(unsafe_code)]

@@ -1,8 +1,8 @@
 //! The directory and its oracle give the same answers on any list of operations, and the comparison sees seeded bugs.
 
 use millpond_core::directory::SeededBug;
-use millpond_fuzz::directory::{Subject, World, config};
-use millpond_verify::directory::{Oracle, compare};
+use millpond_fuzz::directory::{World, compare, config};
+use millpond_oracle::directory::{Oracle, Subject};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 

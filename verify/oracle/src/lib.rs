@@ -10,3 +10,5 @@ pub mod page;
 pub mod extent;
 
 pub mod prefix;
+
+pub mod directory;

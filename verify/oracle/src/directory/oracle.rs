@@ -8,15 +8,16 @@ use millpond_core::directory::{
     Removed, SegmentFacts, SegmentView, Stamp, Start, Stat, Urgency,
 };
 use millpond_core::time::{Duration, Instant};
-use millpond_fuzz::directory::{Call, Outcome, OwnedEntry, Subject};
+
+use super::{Call, Outcome, OwnedEntry, Subject};
 
 /// A directory without any index. Made from the same [`Config`] as the product.
 ///
 /// ```
 /// use millpond_core::directory::Config;
 /// use millpond_core::time::Instant;
-/// use millpond_fuzz::directory::{Call, Outcome, Subject};
-/// let mut oracle = millpond_verify::directory::Oracle::new(Config::fresh(1));
+/// use millpond_oracle::directory::{Call, Outcome, Subject};
+/// let mut oracle = millpond_oracle::directory::Oracle::new(Config::fresh(1));
 /// assert_eq!(oracle.apply(Instant::ZERO, &Call::Tick), Outcome::Gone(vec![]));
 /// ```
 #[derive(Debug)]

@@ -1,0 +1,6 @@
+//! Joining and cutting moves, and the oracle, under any bytes.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| millpond_fuzz::panic_on(millpond_fuzz::batch::run(&millpond_fuzz::ops(
+    data
+))));
