@@ -395,20 +395,25 @@ impl fmt::Display for Foreign {
 
 impl core::error::Error for Foreign {}
 
-/// Says whether the first bytes of a connection (any number) are not ours, and whose they look like.
+/// Says whether the first bytes of a connection are not ours, and whose they look like. `None`: ours so far, or too few to
+/// tell whose; ten bytes always suffice. Once it says something, more bytes do not change it.
 #[must_use]
 pub fn foreign(bytes: &[u8]) -> Option<Foreign> {
     const METHODS: [&[u8]; 9] =
         [b"GET ", b"POST ", b"PUT ", b"HEAD ", b"DELETE ", b"OPTIONS ", b"PATCH ", b"CONNECT ", b"PRI * HTTP"];
-    if bytes.iter().zip(MAGIC).all(|(got, wanted)| *got == wanted) {
-        return None;
+    const TLS: &[u8] = &[0x16, 3];
+    let begins = |known: &[u8]| known.starts_with(bytes);
+    if bytes.starts_with(&MAGIC) || begins(&MAGIC) {
+        None
+    } else if bytes.starts_with(TLS) {
+        Some(Foreign::Tls)
+    } else if METHODS.into_iter().any(|method| bytes.starts_with(method)) {
+        Some(Foreign::Http)
+    } else if begins(TLS) || METHODS.into_iter().any(begins) {
+        None
+    } else {
+        Some(Foreign::Unknown)
     }
-    let agrees = |method: &[u8]| bytes.iter().zip(method).all(|(got, wanted)| got == wanted);
-    Some(match bytes {
-        [0x16, 3, ..] => Foreign::Tls,
-        _ if METHODS.into_iter().any(agrees) => Foreign::Http,
-        _ => Foreign::Unknown,
-    })
 }
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -569,11 +574,19 @@ mod tests {
     }
 
     #[test]
-    fn one_foreign_byte_is_enough_and_ours_never_is() {
+    fn strangers_are_known_by_their_first_bytes_however_these_are_cut() {
         for cut in 0..=MAGIC.len() {
             assert_eq!(foreign(&MAGIC[..cut]), None);
         }
-        assert_eq!(foreign(b"G"), Some(Foreign::Http));
+        assert_eq!(
+            (foreign(b"G"), foreign(b"GET /"), foreign(b"GIT")),
+            (None, Some(Foreign::Http), Some(Foreign::Unknown))
+        );
+        assert_eq!(
+            (foreign(&[0x16]), foreign(&[0x16, 3, 1]), foreign(&[0x16, 4])),
+            (None, Some(Foreign::Tls), Some(Foreign::Unknown))
+        );
+        assert_eq!((foreign(b"P"), foreign(b"P\x11M")), (None, Some(Foreign::Unknown)));
         assert_eq!(foreign(b"\0"), Some(Foreign::Unknown));
         assert_eq!(foreign(b"SSH-2.0"), Some(Foreign::Unknown));
     }
