@@ -1,7 +1,7 @@
 //! Llamas from quantised GGUF files, on the CPU.
 //!
 //! candle reads the file and widens element types that have no packed form here; the arithmetic and the KV are ours, so
-//! pages can be cut, moved and shared (measured beside candle's own loop in ARCHITECTURE.md). Nothing is fetched: a
+//! pages can be cut, moved and shared. Nothing is fetched: a
 //! script does that, and errors name it.
 
 use std::fs::File;

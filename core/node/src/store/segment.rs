@@ -397,7 +397,7 @@ impl Segment {
         true
     }
 
-    /// Gives back extents that nobody holds any more. Looks at no more than a bounded number of resting slots, in turn.
+    /// Gives back extents that nobody holds any more. Looks at a bounded number of resting slots, in turn.
     pub fn sweep(&mut self) {
         for _ in 0..self.resting.len().min(SWEEP_MAX) {
             let Some(index) = self.resting.pop_front() else { break };

@@ -5,13 +5,13 @@
 //! reads are copied, or once the link is over; the peer answers in the order of our requests.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use millpond_core::batch::{Capability, RegionToken};
 
 use super::Regions;
 use super::half::{Counter, Entry, Ring, full_fence};
-use super::link::{Batches, Shared, bits_of, region_of};
+use super::link::{Shared, bits_of, region_of};
 use crate::contract::{
     Access, End, Event, FarEnd, Inbound, LinkDownReason, Outcome, Post, PostedArrival, PostedMove, Refusal,
     RemoteRange, TURN_CHUNK_LEN,
@@ -152,7 +152,7 @@ struct Attached {
 /// State of the asking side.
 #[derive(Debug, Default)]
 pub(super) struct Asking {
-    batches: Batches<Asked>,
+    batches: VecDeque<Asked>,
     attached: HashMap<u64, Attached>,
     consumed: u64,
     applied_seen: u64,
@@ -335,7 +335,7 @@ fn prove(attached: &mut HashMap<u64, Attached>, shared: &mut Shared, region: u64
 }
 
 fn on_reply(
-    batches: &mut Batches<Asked>,
+    batches: &mut VecDeque<Asked>,
     attached: &mut HashMap<u64, Attached>,
     reply: Reply,
     inbound: &mut dyn Inbound,

@@ -3,7 +3,7 @@
 //! The asking side lives in `ask`, the serving side in `serve`. Invariant: once `down` is set nothing is published or
 //! applied any more, and our half says that it is closed before any batch is reported as finished.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -268,6 +268,3 @@ fn record(kind: Kind, words: &[u64]) -> Entry {
     record[1..=words.len()].copy_from_slice(words);
     record
 }
-
-/// Batches of one link.
-pub(super) type Batches<T> = VecDeque<T>;

@@ -213,14 +213,9 @@ impl Serving {
             self.handled(target, index, Some(Refusal::OutOfBounds));
             return Step::Next;
         };
-        let range = RemoteRange { offset: target_at, len: piece, ..target };
-        // The whole of it is asked for first, so that a move that does not fit changes nothing.
-        let whole = if self.offset == 0 {
-            inbound.resolve(shared.id, target, Access::Write)
-        } else {
-            Ok(core::ptr::NonNull::dangling())
-        };
-        let to = match whole.and_then(|_| inbound.resolve(shared.id, range, Access::Write)) {
+        // The first time the whole of it is asked for, so that a move that does not fit changes nothing.
+        let rest = RemoteRange { offset: target_at, len: piece, ..target };
+        let to = match inbound.resolve(shared.id, if self.offset == 0 { target } else { rest }, Access::Write) {
             Ok(to) => to,
             Err(refusal) => {
                 self.handled(target, index, Some(refusal));
@@ -239,7 +234,7 @@ impl Serving {
         let piece_len = usize::try_from(piece).unwrap_or(0);
         // SAFETY:
         // - `from`: the map has `piece` bytes there (`pointer` above) and lives in `shared.maps` through this call.
-        // - `to`: `resolve` gave it for `piece` bytes and for writing, in this very poll.
+        // - `to`: `resolve` gave it for at least `piece` bytes and for writing, in this very poll.
         // - they do not overlap: one lies in a mapping of the peer's region, the other in memory of ours. A peer that shares
         //   our own memory with us maps it a second time, at other addresses.
         // - the peer may write to its region meanwhile, with means outside of Rust's memory model.
