@@ -1,8 +1,19 @@
-//! The binary; everything it does will live in `millpond_node::cli`.
+//! The binary on tokio; what it does lives in `millpond_node::cli`.
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    eprintln!("millpond: the command line is not wired up yet; use the library crates (README.md, 'What stands')");
-    ExitCode::FAILURE
+    let ending = millpond_tokio::run(|runtime| async move {
+        match runtime.terminated() {
+            Ok(ended) => Ok(millpond_node::cli::run(runtime, ended).await),
+            Err(error) => Err(error),
+        }
+    });
+    match ending.and_then(|ending| ending) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("millpond: the system gives no runtime: {error}");
+            ExitCode::FAILURE
+        }
+    }
 }

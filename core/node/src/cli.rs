@@ -1,3 +1,161 @@
 //! The command line, the same in both binaries.
+//!
+//! A command is a file: its arguments and a `run` that writes to the [`Output`] it is given and says how it ended. Results
+//! go to standard output (`--json`: one JSON object per line), everything else to standard error.
 
+mod cluster;
+mod doctor;
+mod explain;
+mod failure;
+mod serve;
+mod status;
+mod store;
 pub mod store_cmds;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::runtime::{Runtime, Stop};
+
+use failure::Failure;
+use store_cmds::{Exit, Format, Output};
+
+/// The exit code of a command line that makes no sense, as in sysexits.h.
+const USAGE: u8 = 64;
+
+/// Millpond: moves, keeps and schedules the KV cache of large language models.
+///
+/// Exit codes: 0 done, 1 an error, 2 the key is not there, 3 the store said no, 64 the command line makes no sense.
+/// MILLPOND_LOG sets what is logged to standard error: error, warn, info, debug, or per module.
+#[derive(Debug, Parser)]
+#[command(name = "millpond", version, subcommand_required = true, arg_required_else_help = true)]
+struct Line {
+    /// Results as JSON, one object per line.
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Start a cluster on this machine and say where to send requests.
+    Up(up::Args),
+    /// Run one node with the roles in its configuration.
+    Serve(serve::Args),
+    /// Show the nodes of the cluster and what they hold.
+    Status(cluster::At),
+    /// Store a file under a key.
+    Put(store::Put),
+    /// Write the value of a key to a file.
+    Get(store::Get),
+    /// Remove keys.
+    Rm(store::Remove),
+    /// List keys.
+    Ls(store::List),
+    /// Show what is known of a key.
+    Stat(store::Key),
+    /// Say why a key is not there.
+    ExplainMiss(store::Key),
+    /// Show changes of the store as they happen.
+    Watch(store::Watch),
+    /// Show what became of a request.
+    Explain(explain::Args),
+    /// Look at this machine and say what will be used, and why not the rest.
+    Doctor(doctor::Args),
+}
+
+/// Reads the process's arguments and does what they say, until done or until `ended`.
+pub async fn run<R: Runtime>(runtime: R, ended: Stop) -> ExitCode {
+    let line = match Line::try_parse() {
+        Ok(line) => line,
+        Err(error) => {
+            // Help and version come this way too, and go to standard output.
+            let _ = error.print();
+            return if error.use_stderr() { USAGE.into() } else { ExitCode::SUCCESS };
+        }
+    };
+    let is_service = matches!(line.command, Command::Up(_) | Command::Serve(_));
+    if let Err(error) = log(is_service) {
+        eprintln!("millpond: {error}");
+        return USAGE.into();
+    }
+    let format = if line.json { Format::Json } else { Format::Text };
+    let mut out = std::io::stdout();
+    let mut output = Output { writer: &mut out, format };
+    let ending = match line.command {
+        Command::Up(args) => up::run(&runtime, args, &ended, &mut output).await,
+        Command::Serve(args) => serve::run(&runtime, args, &ended, &mut output).await,
+        command => match ended.or_stopped(brief(&runtime, command, &mut output)).await {
+            Ok(ending) => ending,
+            Err(_) => Err(Failure::Interrupted),
+        },
+    };
+    match ending {
+        Ok(exit) => exit.code().into(),
+        Err(failure) => {
+            eprintln!("millpond: {failure}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Commands that end by themselves.
+async fn brief<R: Runtime>(runtime: &R, command: Command, output: &mut Output<'_>) -> Result<Exit, Failure> {
+    match command {
+        // They are handled before.
+        Command::Up(_) | Command::Serve(_) => Ok(Exit::Done),
+        Command::Status(at) => status::run(runtime, &at, output).await,
+        Command::Put(args) => store::put(runtime, args, output).await,
+        Command::Get(args) => store::get(runtime, args, output).await,
+        Command::Rm(args) => store::remove(runtime, args, output).await,
+        Command::Ls(args) => store::list(runtime, args, output).await,
+        Command::Stat(args) => store::stat(runtime, args, output).await,
+        Command::ExplainMiss(args) => store::explain_miss(runtime, args, output).await,
+        Command::Watch(args) => store::watch(runtime, args, output).await,
+        Command::Explain(args) => explain::run(runtime, args, output).await,
+        Command::Doctor(args) => doctor::run(runtime, args, output).await,
+    }
+}
+
+/// Logs to standard error as `MILLPOND_LOG` says.
+fn log(is_service: bool) -> Result<(), String> {
+    use tracing_subscriber::filter::Targets;
+    use tracing_subscriber::fmt;
+    use tracing_subscriber::layer::SubscriberExt;
+    use tracing_subscriber::util::SubscriberInitExt;
+
+    let wanted = std::env::var("MILLPOND_LOG").ok().filter(|text| !text.is_empty());
+    let default = if is_service { "info" } else { "warn" };
+    let text = wanted.as_deref().unwrap_or(default);
+    let targets: Targets = text.parse().map_err(|error| {
+        format!("MILLPOND_LOG={text}: {error}; use error, warn, info, debug or module=level, separated by commas")
+    })?;
+    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(false);
+    // A process that embeds us may have set up its own.
+    let _ = tracing_subscriber::registry().with(lines).with(targets).try_init();
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Line::command().debug_assert();
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named() {
+        let error = Line::try_parse_from(["millpond", "put", "key"]).unwrap_err().to_string();
+        assert!(error.contains("<FILE>"), "{error}");
+        let error = Line::try_parse_from(["millpond", "sreve"]).unwrap_err().to_string();
+        assert!(error.contains("serve"), "{error}");
+        assert!(Line::try_parse_from(["millpond", "ls", "--json"]).unwrap().json);
+    }
+}

@@ -144,10 +144,13 @@ pub struct Config {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Node {
-    /// Its name in logs and listings; its id is made from it.
+    /// Its name in logs and listings; its id is made from it, so no two nodes of a cluster may share one. Default: its
+    /// roles and where it listens.
     pub name: String,
     /// The node port: control sessions and lanes.
     pub listen: SocketAddr,
+    /// Where peers reach the node port, `host:port`; empty: where it listens.
+    pub advertise: String,
     /// The HTTP port: the API of a router, and the pages every node has.
     pub http: SocketAddr,
     /// Where it keeps what outlives it; without it, nothing does.
@@ -296,7 +299,7 @@ impl Config {
             waiting_max: reader.integer("router.waiting_max", 1_024, 0..=1_048_576)?,
             deadline: reader.parsed("router.deadline", "10m", parse_span)?,
         };
-        let config = Self {
+        let mut config = Self {
             node,
             directory,
             store: has_store.then_some(store),
@@ -307,6 +310,9 @@ impl Config {
             settings: reader.finish()?,
         };
         config.check()?;
+        if config.node.name.is_empty() {
+            config.node.name = default_name(&config);
+        }
         Ok(config)
     }
 
@@ -362,19 +368,29 @@ fn node(reader: &mut Reader<'_>) -> Result<Node, ConfigError> {
         _ => Err(format!("{text:?} is no transport of this version; use auto, tcp or shm")),
     };
     let name = |text: &str| match text.len() {
-        1..=64 => Ok(text.to_owned()),
-        len => Err(format!("a name has 1 to 64 bytes, not {len}")),
+        0..=64 => Ok(text.to_owned()),
+        len => Err(format!("a name has at most 64 bytes, not {len}")),
     };
     let data = reader.text("node.data", "")?.0;
     Ok(Node {
-        name: reader.parsed("node.name", "millpond", name)?,
+        name: reader.parsed("node.name", "", name)?,
         listen: reader.parsed("node.listen", "127.0.0.1:7000", address)?,
+        advertise: reader.text("node.advertise", "")?.0,
         http: reader.parsed("node.http", "127.0.0.1:8000", address)?,
         data: (!data.is_empty()).then(|| PathBuf::from(data)),
         key: reader.text("node.key", "")?.0,
         via: reader.parsed("node.via", "auto", via)?,
         drain: reader.parsed("node.drain", "5s", parse_span)?,
     })
+}
+
+/// Nodes that listen on a port of their own choosing are told apart by their processes.
+fn default_name(config: &Config) -> String {
+    let (roles, listen) = (config.roles().join("+"), config.node.listen);
+    match listen.port() {
+        0 => format!("{roles}@{}#{}", listen.ip(), std::process::id()),
+        _ => format!("{roles}@{listen}"),
+    }
 }
 
 fn to_usize(value: u64) -> usize {

@@ -30,6 +30,8 @@ pub mod router;
 #[cfg(feature = "engine")]
 pub mod rpc;
 pub mod runtime;
+#[cfg(feature = "http")]
+pub mod serve;
 #[cfg(feature = "engine")]
 pub mod session;
 #[cfg(feature = "store")]

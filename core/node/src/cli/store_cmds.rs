@@ -99,7 +99,7 @@ impl std::fmt::Debug for Output<'_> {
 }
 
 impl Output<'_> {
-    fn line(&mut self, text: &str, json: Json) -> Result<(), CommandError> {
+    pub(super) fn line(&mut self, text: &str, json: Json) -> Result<(), CommandError> {
         let written = match self.format {
             Format::Text => writeln!(self.writer, "{text}"),
             Format::Json => writeln!(self.writer, "{json}"),

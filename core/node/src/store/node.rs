@@ -1,7 +1,7 @@
 //! A store node: one segment, its link to the directory, its counters.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use millpond_core::directory::{NodeId, Owner, SegmentFacts};
 use millpond_core::evict::Kind;
@@ -125,6 +125,8 @@ pub(super) struct Inner<R> {
     /// Puts that found the segment above its high watermark.
     pub(super) pressure: Signal,
     pub(super) tally: Tally,
+    /// Whether the directory knows this node.
+    pub(super) is_joined: AtomicBool,
     /// Sealed values whose commit got no answer: they are committed again, or freed.
     pub(super) uncertain: Mutex<Vec<super::put::Uncertain>>,
 }
@@ -149,6 +151,7 @@ impl<R: Runtime> StoreNode<R> {
                 segment: Mutex::new(segment),
                 pressure: Signal::default(),
                 tally: Tally::default(),
+                is_joined: AtomicBool::new(false),
                 uncertain: Mutex::default(),
             }),
         })
@@ -158,6 +161,12 @@ impl<R: Runtime> StoreNode<R> {
     #[must_use]
     pub fn facts(&self) -> Facts {
         self.inner.facts()
+    }
+
+    /// Whether the directory knew this node when it was last asked; until then nobody stores here.
+    #[must_use]
+    pub fn is_joined(&self) -> bool {
+        self.inner.is_joined.load(Ordering::Relaxed)
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a store node does by itself: tell the directory that it lives, free what it is told to, evict ahead of demand.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::directory as wire;
@@ -48,6 +49,7 @@ impl<R: Runtime> Inner<R> {
                 Err(error) if matches!(error.reason(), Some(Reason::NotFound)) => is_joined = false,
                 Err(error) => tracing::warn!(%error, "the directory was not reached; nothing is evicted meanwhile"),
             }
+            self.is_joined.store(is_joined, Ordering::Relaxed);
             if is_joined && let Err(error) = self.commit_uncertain().await {
                 tracing::debug!(%error, "commits without an answer wait on");
             }

@@ -1,0 +1,168 @@
+//! The cluster that `up` started, as other commands find it: a file in the user's runtime directory.
+//!
+//! The file holds the cluster's key, so only its owner may read it, and a file or folder of somebody else is refused.
+
+use std::fs;
+use std::io::{ErrorKind, Write};
+use std::net::SocketAddr;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Pid, getuid, test_kill_process};
+use serde::{Deserialize, Serialize};
+
+use crate::session::{SessionError, Target};
+
+/// Names another cluster file.
+const VARIABLE: &str = "MILLPOND_CLUSTER";
+
+/// Where to find the cluster.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(super) struct At {
+    /// The node with the store's directory, host:port, instead of the cluster that `up` started.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(super) node: Option<String>,
+    /// The cluster's key; only with --node. Better in the environment than in the list of processes.
+    #[arg(long, value_name = "KEY", env = "MILLPOND_NODE_KEY", hide_env_values = true, default_value = "")]
+    pub(super) key: String,
+}
+
+/// A cluster on this machine.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Cluster {
+    /// The process that looks after it.
+    pub(super) pid: i32,
+    /// The router's HTTP port.
+    pub(super) http: SocketAddr,
+    /// The node with the store's directory; empty without a store.
+    pub(super) directory: String,
+    /// The key its nodes share.
+    pub(super) key: String,
+    /// Its nodes.
+    pub(super) nodes: Vec<Node>,
+}
+
+/// A node of it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Node {
+    /// Its name.
+    pub(super) name: String,
+    /// Its node port.
+    pub(super) address: String,
+    /// Its HTTP port.
+    pub(super) http: SocketAddr,
+}
+
+/// Why there is no cluster to talk to.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ClusterError {
+    #[error("no cluster runs here ({path} is not there); start one with `millpond up`, or name a node with --node")]
+    None { path: String },
+    #[error("the cluster of {path} is gone (process {pid} ended); start one with `millpond up`")]
+    Gone { path: String, pid: i32 },
+    #[error("{path} is unusable: {reason}; remove it and start `millpond up` again")]
+    Unusable { path: String, reason: String },
+    #[error("the cluster was started with --no-store; there is nothing to put into or get from")]
+    NoStore,
+    #[error("--node: {0}")]
+    Node(#[from] SessionError),
+}
+
+/// The folder of this user's running clusters: in the runtime directory if there is one, else under /tmp.
+pub(super) fn run_dir() -> PathBuf {
+    match std::env::var_os("XDG_RUNTIME_DIR").filter(|value| !value.is_empty()) {
+        Some(dir) => PathBuf::from(dir).join("millpond"),
+        None => PathBuf::from(format!("/tmp/millpond-{}", getuid().as_raw())),
+    }
+}
+
+/// Where the file lies: `MILLPOND_CLUSTER`, or the user's runtime directory.
+fn path() -> PathBuf {
+    std::env::var_os(VARIABLE).map_or_else(|| run_dir().join("cluster.json"), PathBuf::from)
+}
+
+fn unusable(path: &Path, reason: impl ToString) -> ClusterError {
+    ClusterError::Unusable { path: path.display().to_string(), reason: reason.to_string() }
+}
+
+/// Makes a folder that only this user can look into.
+pub(super) fn private_dir(dir: &Path) -> Result<(), ClusterError> {
+    let failed = |error: std::io::Error| unusable(dir, error);
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(failed)?;
+    let facts = fs::symlink_metadata(dir).map_err(failed)?;
+    if facts.uid() != getuid().as_raw() || !facts.is_dir() {
+        return Err(unusable(dir, "it belongs to somebody else"));
+    }
+    if facts.permissions().mode() & 0o077 != 0 {
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o700)).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// Writes a file that only this user can read; whole, or not at all.
+pub(super) fn private_file(path: &Path, text: &str) -> Result<(), ClusterError> {
+    let failed = |error: std::io::Error| unusable(path, error);
+    let fresh = path.with_extension(format!("new-{}", std::process::id()));
+    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh);
+    file.as_mut().map_err(|error| unusable(&fresh, error)).and_then(|file| file.write_all(text.as_bytes()).map_err(failed))?;
+    fs::rename(&fresh, path).map_err(failed)
+}
+
+impl Cluster {
+    /// Leaves the cluster's address for other commands.
+    pub(super) fn write(&self) -> Result<(), ClusterError> {
+        let path = path();
+        if std::env::var_os(VARIABLE).is_none() {
+            private_dir(&run_dir())?;
+        }
+        let text = serde_json::to_string_pretty(self).map_err(|error| unusable(&path, error))?;
+        private_file(&path, &text)
+    }
+
+    /// Takes the address back, if it is still this cluster's.
+    pub(super) fn remove(&self) {
+        if Self::parse(&path()).is_ok_and(|there| there.pid == self.pid) {
+            // Somebody else removed it first, or will find it stale.
+            let _ = fs::remove_file(path());
+        }
+    }
+
+    fn parse(path: &Path) -> Result<Self, ClusterError> {
+        let shown = path.display().to_string();
+        let facts = match fs::symlink_metadata(path) {
+            Ok(facts) => facts,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Err(ClusterError::None { path: shown }),
+            Err(error) => return Err(unusable(path, error)),
+        };
+        if facts.uid() != getuid().as_raw() {
+            return Err(unusable(path, "it belongs to somebody else"));
+        }
+        let text = fs::read_to_string(path).map_err(|error| unusable(path, error))?;
+        serde_json::from_str(&text).map_err(|error| unusable(path, error))
+    }
+
+    /// The running cluster.
+    pub(super) fn find() -> Result<Self, ClusterError> {
+        let path = path();
+        let cluster = Self::parse(&path)?;
+        let is_alive = Pid::from_raw(cluster.pid).is_some_and(|pid| test_kill_process(pid).is_ok());
+        if !is_alive {
+            return Err(ClusterError::Gone { path: path.display().to_string(), pid: cluster.pid });
+        }
+        Ok(cluster)
+    }
+}
+
+impl At {
+    /// The directory to talk to, and the cluster's key.
+    pub(super) fn directory(&self) -> Result<(Target, String), ClusterError> {
+        if let Some(node) = &self.node {
+            return Ok((Target::parse(node)?, self.key.clone()));
+        }
+        let cluster = Cluster::find()?;
+        if cluster.directory.is_empty() {
+            return Err(ClusterError::NoStore);
+        }
+        Ok((Target::parse(&cluster.directory)?, cluster.key))
+    }
+}

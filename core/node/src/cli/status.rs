@@ -1,0 +1,82 @@
+//! `status`: the nodes of a cluster, whether they serve, and what the store holds.
+
+use futures::future::join_all;
+use millpond_core::directory::OwnerView;
+use millpond_core::time::Duration;
+use serde_json::{Value, json};
+
+use super::cluster::{At, Cluster, Node};
+use super::failure::Failure;
+use super::store;
+use super::store_cmds::{Exit, Output};
+use crate::http::{Method, fetch};
+use crate::runtime::Runtime;
+
+/// How long a node may take to say how it is.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Fails unless every node serves, so that scripts can ask.
+pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_>) -> Result<Exit, Failure> {
+    let mut silent = 0;
+    let mut has_store = true;
+    if at.node.is_none() {
+        let cluster = Cluster::find()?;
+        output.line(
+            &format!("requests go to http://{}/v1; process {} looks after the cluster", cluster.http, cluster.pid),
+            json!({"http": cluster.http, "pid": cluster.pid}),
+        )?;
+        for (node, state) in join_all(cluster.nodes.iter().map(|node| ask(runtime, node))).await {
+            silent += usize::from(state["status"] != "ready");
+            let (status, reason) = (text(&state["status"]), text(&state["reason"]));
+            let line = format!("{:<12} {status:<12} node {:<21} http {:<21} {reason}", node.name, node.address, node.http);
+            output.line(line.trim_end(), json!({"node": node.name, "address": node.address, "http": node.http,
+                "status": state["status"], "reason": state["reason"]}))?;
+        }
+        has_store = !cluster.directory.is_empty();
+    }
+    if has_store {
+        let client = store::connect(runtime, at)?;
+        let view = client.view().await;
+        client.engine().shut_down().await;
+        for owner in view? {
+            show(&owner, output)?;
+        }
+    }
+    match silent {
+        0 => Ok(Exit::Done),
+        count => Err(Failure::Said(format!("{count} nodes do not serve; their reasons are above"))),
+    }
+}
+
+fn show(owner: &OwnerView, output: &mut Output<'_>) -> Result<(), Failure> {
+    let capacity: u64 = owner.segments.iter().map(|segment| segment.facts.capacity).sum();
+    let replicas: u64 = owner.segments.iter().map(|segment| u64::from(segment.replicas)).sum();
+    let (free, health) = (owner.free(), format!("{:?}", owner.health).to_lowercase());
+    let used = capacity.saturating_sub(free);
+    let line = format!(
+        "store        {health:<12} node {:<21} {replicas} objects, {:.1} of {:.1} MiB used",
+        owner.address,
+        mebibytes(used),
+        mebibytes(capacity)
+    );
+    let json = json!({"store": owner.owner.node.to_string(), "address": owner.address.as_ref(), "health": health,
+        "objects": replicas, "used": used, "capacity": capacity});
+    Ok(output.line(&line, json)?)
+}
+
+fn mebibytes(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+async fn ask<'n, R: Runtime>(runtime: &R, node: &'n Node) -> (&'n Node, Value) {
+    let deadline = runtime.now() + PATIENCE;
+    let state = match fetch(runtime, node.http, Method::Get, "/ready", Vec::new(), deadline).await {
+        Ok((_, body)) => serde_json::from_slice(&body).unwrap_or_else(|_| json!({"status": "confused"})),
+        Err(error) => json!({"status": "silent", "reason": error.to_string()}),
+    };
+    (node, state)
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or("")
+}

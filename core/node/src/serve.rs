@@ -1,0 +1,354 @@
+//! One serving node put together from its configuration: engine, store, prefill, decode, router, HTTP, and their end.
+//!
+//! This is the only place where roles meet. A role is on if the configuration has its section; roles of one process share
+//! the node port, the engine, the model and the pages, so a prompt that is computed here is decoded without a copy.
+//!
+//! The node ends in this order: no new sessions · HTTP takes no new request and lets running ones finish · sessions say
+//! goodbye and finish their calls · the engine stops; see [`Node::drain`].
+
+mod counts;
+mod named;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use millpond_core::time::Duration;
+use millpond_core::wire::session::Key;
+
+use crate::client::{self, StoreClient};
+use crate::config::{self, Config};
+use crate::decode::{self, Decode, RpcPrefills};
+use crate::directory::{ShardConfig, StartError};
+use crate::engine::{self, AllocateError, Engine, Via};
+use crate::http::{self, Api, Handler, Pages};
+use crate::kv::{Blocks, Pool, PoolError, StoreBlocks, Tenants};
+use crate::model::{LoadError, Model, Source};
+use crate::node::{self, Drained, Node, NodeError};
+use crate::prefill::{self, Prefill};
+use crate::router::{self, LineLimits, Router, RouterLimits};
+use crate::rpc;
+use crate::runtime::{Runtime, Stop, blocking};
+use crate::session::{SessionError, Target};
+use crate::store::{Place, RoleError, StoreConfig, StoreRole};
+
+use counts::Counts;
+use named::Named;
+
+/// Registered memory for blocks on their way to and from the store.
+const CLIENT_POOL_LEN: u64 = 16 << 20;
+/// The end of a node is bounded by its configuration; running HTTP requests get this much less, for the rest.
+const AFTER_HTTP: Duration = Duration::from_millis(500);
+
+/// Why a node cannot serve.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServeError {
+    /// Its port or data directory.
+    #[error(transparent)]
+    Node(#[from] NodeError),
+    /// The engine.
+    #[error("the transfer engine cannot start: {0}")]
+    Engine(#[from] engine::StartError),
+    /// The store role.
+    #[error(transparent)]
+    Store(#[from] RoleError),
+    /// The model.
+    #[error(transparent)]
+    Model(#[from] LoadError),
+    /// Pages of KV.
+    #[error("no memory for KV: {0}; lower `prefill.memory` and `decode.memory`")]
+    Pool(#[from] PoolError),
+    /// Memory for the store's client.
+    #[error("no memory for values on their way: {0}")]
+    Client(#[from] AllocateError),
+    /// The directory's state.
+    #[error(transparent)]
+    Directory(#[from] StartError),
+    /// An address of the configuration.
+    #[error("`{key}`: {source}")]
+    Address {
+        /// Which setting.
+        key: &'static str,
+        /// What is wrong with it.
+        source: SessionError,
+    },
+    /// A node of a router's configuration.
+    #[error("`router.prefill` or `router.decode`: {reason}")]
+    Routes {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The HTTP port.
+    #[error("cannot listen on {address}: {source}; stop what uses it, or set `node.http` to another address")]
+    Http {
+        /// Where it was to listen.
+        address: SocketAddr,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// It can be reached from elsewhere and does not say where.
+    #[error("`node.listen` is {listen}, which says no peer where to go; set `node.advertise` to this node's own address")]
+    Advertise {
+        /// Where it listens.
+        listen: SocketAddr,
+    },
+}
+
+/// A node that serves. Dropping it stops nothing: call [`Serving::drain`].
+///
+/// `verify/tests/e2e` runs them in processes of their own.
+#[derive(Debug)]
+pub struct Serving<R: Runtime> {
+    node: Node<R>,
+    engine: Engine<R>,
+    address: String,
+    http: SocketAddr,
+}
+
+impl<R: Runtime> Serving<R> {
+    /// Starts the roles of `config`; everything is open when it returns, though a router may still look for its nodes.
+    ///
+    /// # Errors
+    /// [`ServeError`]; what was started is ended again.
+    pub async fn start(runtime: &R, config: &Config) -> Result<Self, ServeError> {
+        let identity = node::identity(&config.node.name, config.node.data.as_deref())?;
+        let key = (!config.node.key.is_empty()).then(|| Key::new(config.node.key.as_bytes()));
+        let mut options = node::Options::new(identity);
+        (options.key, options.listen, options.drain_span_max) = (key, config.node.listen, config.node.drain);
+        let node = Node::new(runtime.clone(), options);
+        let listen = node.bind().await?;
+        let address = match config.node.advertise.as_str() {
+            "" if listen.ip().is_unspecified() => return Err(ServeError::Advertise { listen }),
+            "" => listen.to_string(),
+            advertised => parse("node.advertise", advertised)?.to_string(),
+        };
+        let engine = start_engine(&node, config)?;
+        let (at, own) = (address.clone(), engine.clone());
+        match (Composer { node: node.clone(), engine: own, address: at, config }).open().await {
+            Ok(http) => Ok(Self { node, engine, address, http }),
+            Err(error) => {
+                node.drain().await;
+                engine.shut_down().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Where peers reach its node port, `host:port`.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Its HTTP port.
+    #[must_use]
+    pub fn http(&self) -> SocketAddr {
+        self.http
+    }
+
+    /// Ends it in order, within `node.drain`.
+    pub async fn drain(&self) -> Drained {
+        let drained = self.node.drain().await;
+        self.engine.shut_down().await;
+        drained
+    }
+}
+
+fn parse(key: &'static str, address: &str) -> Result<Target, ServeError> {
+    Target::parse(address).map_err(|source| ServeError::Address { key, source })
+}
+
+fn start_engine<R: Runtime>(node: &Node<R>, config: &Config) -> Result<Engine<R>, ServeError> {
+    let mut options = engine::Options::new(node.identity());
+    options.key = node.credentials().key;
+    if let Some(only) = via(config) {
+        options.transports = vec![Via::Local, only];
+    }
+    Ok(Engine::start(node.runtime().clone(), options)?)
+}
+
+/// The one transport that is to be used, if one is named.
+fn via(config: &Config) -> Option<Via> {
+    config.node.via.parse().ok().filter(|via| *via != Via::Auto)
+}
+
+/// Puts the roles together, in the order in which they stand on each other.
+struct Composer<'a, R: Runtime> {
+    node: Node<R>,
+    engine: Engine<R>,
+    address: String,
+    config: &'a Config,
+}
+
+impl<R: Runtime> Composer<'_, R> {
+    async fn open(self) -> Result<SocketAddr, ServeError> {
+        let Self { node, engine, config, .. } = &self;
+        let mut services = rpc::Router::new();
+        let store = self.store()?;
+        if let Some(store) = &store {
+            services = services.merge(store.router());
+        }
+        let mut counts = Counts::new(node.metrics(), engine.clone());
+        let mut is_joined: Option<Box<dyn Fn() -> bool + Send + Sync>> = None;
+        let client = self.client(store.as_ref())?;
+        if let Some(store) = store {
+            let (facts, joined) = (store.store().clone(), store.store().clone());
+            counts = counts.with_store(move || facts.facts());
+            is_joined = Some(Box::new(move || joined.is_joined()));
+            node.runtime().spawn(store.run(self.address.clone(), node.stopping()));
+        }
+        if config.prefill.is_some() || config.decode.is_some() {
+            services = services.merge(self.serving_roles(client).await?);
+        }
+        let router = self.router()?;
+        node.open_with(services, engine).await?;
+        let pages = self.pages(counts, is_joined, router.as_ref());
+        let handler: Arc<dyn Handler> = match &router {
+            Some(router) => Arc::new(Api::new(Arc::new(router.clone()), pages)),
+            None => Arc::new(pages),
+        };
+        self.http(handler).await
+    }
+
+    fn store(&self) -> Result<Option<StoreRole<R>>, ServeError> {
+        let Some(store) = &self.config.store else { return Ok(None) };
+        let place = if store.hosts_directory {
+            // Without a state file the directory's first term is its clock's; nothing from before can come back to it.
+            let state_dir = self.config.node.data.clone();
+            Place::Here(ShardConfig { is_first: state_dir.is_none(), state_dir, ..ShardConfig::default() })
+        } else {
+            Place::At(self.node.client(parse("directory.address", &self.config.directory)?))
+        };
+        let config = StoreConfig { capacity: store.size, ..StoreConfig::default() };
+        Ok(Some(StoreRole::start(self.engine.clone(), place, config)?))
+    }
+
+    fn client(&self, store: Option<&StoreRole<R>>) -> Result<Option<StoreClient<R>>, ServeError> {
+        let Self { node, engine, config, .. } = self;
+        if config.prefill.is_none() && config.decode.is_none() {
+            return Ok(None);
+        }
+        let via = via(config).unwrap_or(Via::Auto);
+        let options = client::Options { via, pool_len: CLIENT_POOL_LEN, ..client::Options::default() };
+        let client = match store {
+            Some(role) => {
+                let (link, own) = (role.link().clone(), Some(role.store().clone()));
+                StoreClient::new(engine.clone(), link, node.credentials(), own, options)?
+            }
+            None if config.directory.is_empty() => return Ok(None),
+            None => {
+                let directory = parse("directory.address", &config.directory)?;
+                StoreClient::connect(node, engine.clone(), directory, options)?
+            }
+        };
+        Ok(Some(client))
+    }
+
+    /// Prefill and decode: one model, one pool, whichever of the two is on.
+    async fn serving_roles(&self, client: Option<StoreClient<R>>) -> Result<rpc::Router, ServeError> {
+        let Self { node, engine, config, .. } = self;
+        let model = load(node.runtime(), &config.model).await?;
+        let memory = config.prefill.as_ref().map_or(0, |role| role.memory);
+        let memory = memory + config.decode.as_ref().map_or(0, |role| role.memory);
+        let pool = Pool::new(engine, model.card().layout, memory)?;
+        let blocks = client.map(|client| Arc::new(StoreBlocks::new(client)) as Arc<dyn Blocks>);
+        let tenants = Tenants::of_key(&config.node.key);
+        let waiting_max = config.prefill.as_ref().map_or(256, |role| to_usize(role.waiting_max));
+        let options = prefill::Options { waiting_max, ..prefill::Options::default() };
+        let prefill = Prefill::new(node.runtime().clone(), model, pool, blocks, tenants, options, node.metrics());
+        let mut services = rpc::Router::new();
+        if config.prefill.is_some() {
+            services = services.merge(prefill::service::methods(&prefill, engine));
+        }
+        let decode = config.decode.as_ref().map(|role| {
+            let options = decode::Options {
+                batch_max: to_usize(role.batch_max),
+                waiting_max: to_usize(role.waiting_max),
+                address: self.address.clone(),
+                via: via(config).map_or_else(String::new, |via| via.to_string()),
+                ..decode::Options::default()
+            };
+            let prefills = Arc::new(RpcPrefills::new(node.runtime().clone(), node.credentials()));
+            Decode::start(prefill.clone(), engine.clone(), prefills, options, node.metrics())
+        });
+        if let Some(decode) = &decode {
+            services = services.merge(decode::service::methods(decode));
+        }
+        Ok(services.merge(decode::service::load_method(&prefill, decode.as_ref())))
+    }
+
+    fn router(&self) -> Result<Option<Router>, ServeError> {
+        let Self { node, config, .. } = self;
+        let Some(router) = &config.router else { return Ok(None) };
+        let card = Named::card(&config.model, Source::parse(&config.model.file).card()?);
+        let decodes = match (router.decode.is_empty(), &config.decode) {
+            (true, Some(_)) => std::slice::from_ref(&self.address),
+            _ => &router.decode[..],
+        };
+        let limits = RouterLimits {
+            line: LineLimits { running_max: to_usize(router.running_max), waiting_max: to_usize(router.waiting_max) },
+            deadline: router.deadline,
+            ..RouterLimits::default()
+        };
+        let routes = Router::connect(node, card, &router.prefill, decodes, limits);
+        let routes = routes.map_err(|reason| ServeError::Routes { reason })?;
+        let (watching, stopping) = (routes.clone(), node.stopping());
+        node.runtime().spawn(async move {
+            let _ = stopping.or_stopped(watching.watch()).await;
+        });
+        Ok(Some(routes))
+    }
+
+    fn pages(
+        &self,
+        counts: Counts<R>,
+        is_joined: Option<Box<dyn Fn() -> bool + Send + Sync>>,
+        router: Option<&Router>,
+    ) -> Pages {
+        let (stopping, ready) = (self.node.stopping(), router.cloned());
+        let is_ready = move || {
+            if stopping.is_stopped() {
+                return Err("the node is draining".to_owned());
+            }
+            if is_joined.as_ref().is_some_and(|is_joined| !is_joined()) {
+                return Err("the store has not joined its directory yet".to_owned());
+            }
+            ready.as_ref().map_or(Ok(()), Router::ready)
+        };
+        let (roles, address, view) = (self.config.roles(), self.address.clone(), router.cloned());
+        let name = self.config.node.name.clone();
+        let explain = move || {
+            let view = view.as_ref().map(router::Router::view);
+            serde_json::json!({"name": name, "roles": roles, "address": address, "router": view})
+        };
+        let role = match self.config.roles()[..] {
+            [role] => role,
+            _ => "several",
+        };
+        Pages::new(role).with_metrics(move || counts.text()).with_ready(is_ready).with_explain(explain)
+    }
+
+    async fn http(&self, handler: Arc<dyn Handler>) -> Result<SocketAddr, ServeError> {
+        let drain_max = (self.config.node.drain - AFTER_HTTP).max(Duration::from_millis(100));
+        let limits = http::Limits { drain_max, ..http::Limits::default() };
+        let (stop, wanted) = (Stop::new(), self.config.node.http);
+        let listening = http::start(self.node.runtime(), wanted, handler, limits, &stop).await;
+        let (address, serving) = listening.map_err(|source| ServeError::Http { address: wanted, source })?;
+        self.node.at_end("http", async move {
+            stop.stop();
+            serving.await;
+        });
+        Ok(address)
+    }
+}
+
+async fn load<R: Runtime>(runtime: &R, section: &config::Model) -> Result<Arc<dyn Model>, ServeError> {
+    let (source, threads) = (Source::parse(&section.file), section.threads);
+    let threads = if threads == 0 { std::thread::available_parallelism().map_or(1, usize::from) } else { threads };
+    let model = blocking(runtime, move || source.load(threads)).await?;
+    Ok(Named::model(section, model))
+}
+
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
+}

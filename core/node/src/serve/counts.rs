@@ -1,0 +1,86 @@
+//! What engine and store count themselves, shown among the node's metrics.
+
+use millpond_core::wire::message::store::Facts;
+use parking_lot::Mutex;
+
+use crate::engine::{Engine, Statistics};
+use crate::metrics::{Counter, Registry};
+use crate::runtime::Runtime;
+
+type Read<T> = fn(&T) -> u64;
+
+const ENGINE_TOTALS: [(&str, &str, Read<Statistics>); 10] = [
+    ("millpond_transfers_started_total", "Batches that the engine accepted.", |s| s.transfers_started),
+    ("millpond_transfers_done_total", "Batches of which every request was done.", |s| s.transfers_done),
+    ("millpond_transfers_failed_total", "Batches of which some request failed.", |s| s.transfers_failed),
+    ("millpond_transfers_refused_total", "Batches refused at a bound.", |s| s.transfers_refused),
+    ("millpond_transfer_bytes_written_total", "Bytes written to peers.", |s| s.bytes_written),
+    ("millpond_transfer_bytes_read_total", "Bytes read from peers.", |s| s.bytes_read),
+    ("millpond_transfer_retries_total", "Requests posted again over another lane or path.", |s| s.retries),
+    ("millpond_transfer_detours_total", "Batches over a path that is not the best one.", |s| s.detours),
+    ("millpond_lanes_opened_total", "Lanes dialled and accepted.", |s| s.lanes_dialled + s.lanes_accepted),
+    ("millpond_lanes_lost_total", "Lanes that ended.", |s| s.lanes_lost),
+];
+
+const ENGINE_NOW: [(&str, &str, Read<Statistics>); 2] = [
+    ("millpond_transfers_open", "Batches queued or under way.", |s| s.transfers_open),
+    ("millpond_lanes_open", "Lanes that are open.", |s| s.lanes_open),
+];
+
+const STORE_TOTALS: [(&str, &str, Read<Facts>); 5] = [
+    ("millpond_store_evicted_total", "Objects evicted.", |f| f.evicted),
+    ("millpond_store_spared_leased_total", "Victims that stayed because of a lease.", |f| f.spared_leased),
+    ("millpond_store_spared_pinned_total", "Victims that stayed because of a pin.", |f| f.spared_pinned),
+    ("millpond_store_refused_full_total", "Puts refused for lack of room.", |f| f.refused_full),
+    ("millpond_store_damaged_chunks_total", "Chunks whose checksum was wrong.", |f| f.damaged),
+];
+
+const STORE_NOW: [(&str, &str, Read<Facts>); 5] = [
+    ("millpond_store_capacity_bytes", "Payload bytes in all.", |f| f.capacity),
+    ("millpond_store_free_bytes", "Payload bytes not handed out.", |f| f.free),
+    ("millpond_store_objects", "Sealed objects.", |f| f.sealed),
+    ("millpond_store_objects_writing", "Objects that are being written.", |f| f.writing),
+    ("millpond_store_objects_leaving", "Objects on their way out.", |f| f.leaving),
+];
+
+/// Reads the counters of engine and store whenever somebody asks.
+pub(super) struct Counts<R> {
+    registry: Registry,
+    engine: Engine<R>,
+    store: Option<Box<dyn Fn() -> Facts + Send + Sync>>,
+    /// One reader at a time, so that no difference is added twice.
+    reading: Mutex<()>,
+}
+
+impl<R: Runtime> Counts<R> {
+    pub(super) fn new(registry: &Registry, engine: Engine<R>) -> Self {
+        Self { registry: registry.clone(), engine, store: None, reading: Mutex::default() }
+    }
+
+    pub(super) fn with_store(self, facts: impl Fn() -> Facts + Send + Sync + 'static) -> Self {
+        Self { store: Some(Box::new(facts)), ..self }
+    }
+
+    /// All metrics of the node in Prometheus's text format.
+    pub(super) fn text(&self) -> String {
+        let _reading = self.reading.lock();
+        self.show(&self.engine.statistics(), &ENGINE_TOTALS, &ENGINE_NOW);
+        if let Some(facts) = &self.store {
+            self.show(&facts(), &STORE_TOTALS, &STORE_NOW);
+        }
+        self.registry.text()
+    }
+
+    fn show<T>(&self, of: &T, totals: &[(&str, &str, Read<T>)], now: &[(&str, &str, Read<T>)]) {
+        for (name, help, read) in totals {
+            catch_up(&self.registry.counter(name, help, &[]), read(of));
+        }
+        for (name, help, read) in now {
+            self.registry.gauge(name, help, &[]).set(read(of));
+        }
+    }
+}
+
+fn catch_up(counter: &Counter, total: u64) {
+    counter.add(total.saturating_sub(counter.value()));
+}
