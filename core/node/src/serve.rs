@@ -87,7 +87,9 @@ pub enum ServeError {
         source: std::io::Error,
     },
     /// It can be reached from elsewhere and does not say where.
-    #[error("`node.listen` is {listen}, which says no peer where to go; set `node.advertise` to this node's own address")]
+    #[error(
+        "`node.listen` is {listen}, which says no peer where to go; set `node.advertise` to this node's own address"
+    )]
     Advertise {
         /// Where it listens.
         listen: SocketAddr,
@@ -161,13 +163,13 @@ fn parse(key: &'static str, address: &str) -> Result<Target, ServeError> {
 fn start_engine<R: Runtime>(node: &Node<R>, config: &Config) -> Result<Engine<R>, ServeError> {
     let mut options = engine::Options::new(node.identity());
     options.key = node.credentials().key;
-    if let Some(only) = via(config) {
-        options.transports = vec![Via::Local, only];
+    if via(config) == Some(Via::Tcp) {
+        options.transports = vec![Via::Local, Via::Tcp];
     }
     Ok(Engine::start(node.runtime().clone(), options)?)
 }
 
-/// The one transport that is to be used, if one is named.
+/// The transport that every transfer asks for by name, if one is configured. Peers meet over tcp in any case.
 fn via(config: &Config) -> Option<Via> {
     config.node.via.parse().ok().filter(|via| *via != Via::Auto)
 }

@@ -23,7 +23,14 @@ pub(super) struct At {
     #[arg(long, value_name = "HOST:PORT")]
     pub(super) node: Option<String>,
     /// The cluster's key; only with --node. Better in the environment than in the list of processes.
-    #[arg(long, value_name = "KEY", env = "MILLPOND_NODE_KEY", hide_env_values = true, default_value = "")]
+    #[arg(
+        id = "cluster-key",
+        long = "key",
+        value_name = "KEY",
+        env = "MILLPOND_NODE_KEY",
+        hide_env_values = true,
+        default_value = ""
+    )]
     pub(super) key: String,
 }
 
@@ -104,7 +111,9 @@ pub(super) fn private_file(path: &Path, text: &str) -> Result<(), ClusterError> 
     let failed = |error: std::io::Error| unusable(path, error);
     let fresh = path.with_extension(format!("new-{}", std::process::id()));
     let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh);
-    file.as_mut().map_err(|error| unusable(&fresh, error)).and_then(|file| file.write_all(text.as_bytes()).map_err(failed))?;
+    file.as_mut()
+        .map_err(|error| unusable(&fresh, error))
+        .and_then(|file| file.write_all(text.as_bytes()).map_err(failed))?;
     fs::rename(&fresh, path).map_err(failed)
 }
 

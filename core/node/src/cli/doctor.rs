@@ -5,7 +5,7 @@
 use std::net::SocketAddr;
 
 use millpond_core::time::Duration;
-use millpond_core::wire::hello::{HostIdentity, Identity};
+use millpond_core::wire::hello::HostIdentity;
 use rustix::process::{Resource, getrlimit};
 use serde_json::json;
 
@@ -82,7 +82,8 @@ fn machine() -> Row {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let uname = rustix::system::uname();
     let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kib = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?.parse().ok());
+    let kib =
+        memory.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?.parse().ok());
     let gib = kib.unwrap_or(0_u64) >> 20;
     let kernel = uname.release().to_string_lossy();
     ("machine", Finding::Good, format!("Linux {kernel}, {cores} cores, {gib} GiB of memory available"))
@@ -128,9 +129,7 @@ async fn trial<R: Runtime>(runtime: &R, via: Via) -> Result<String, String> {
     }
     let engine = |name: &str| {
         let identity = node::identity(name, None).map_err(said)?;
-        let mut options = Options::new(Identity { node: Identity::id_of(name), ..identity });
-        options.transports = vec![via];
-        Engine::start(runtime.clone(), options).map_err(said)
+        Engine::start(runtime.clone(), Options::new(identity)).map_err(said)
     };
     let (near, far) = (engine("doctor: near")?, engine("doctor: far")?);
     let stop = Stop::new();
@@ -170,7 +169,9 @@ fn entries(dir: &str) -> Vec<String> {
 fn rdma() -> Row {
     match entries("/sys/class/infiniband") {
         devices if devices.is_empty() => ("rdma", Finding::Note, "not used: this machine has no RDMA device".into()),
-        devices => ("rdma", Finding::Note, format!("not used: this version moves no bytes over {}", devices.join(", "))),
+        devices => {
+            ("rdma", Finding::Note, format!("not used: this version moves no bytes over {}", devices.join(", ")))
+        }
     }
 }
 
@@ -180,7 +181,9 @@ fn gpus() -> Row {
     let all: Vec<String> = nvidia.into_iter().chain(amd).collect();
     match all.len() {
         0 => ("gpu", Finding::Note, "not used: this machine has no GPU with a driver".into()),
-        _ => ("gpu", Finding::Note, format!("not used: this version keeps KV in host memory, not on {}", all.join(", "))),
+        _ => {
+            ("gpu", Finding::Note, format!("not used: this version keeps KV in host memory, not on {}", all.join(", ")))
+        }
     }
 }
 

@@ -30,7 +30,10 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
         None => Cluster::find()?.http,
     };
     if args.id.is_empty() || !args.id.bytes().all(|byte| byte.is_ascii_graphic() && !b"/?#%".contains(&byte)) {
-        return Err(Failure::Said(format!("{:?} is no request id; ids are in the header x-request-id of replies", args.id)));
+        return Err(Failure::Said(format!(
+            "{:?} is no request id; ids are in the header x-request-id of replies",
+            args.id
+        )));
     }
     let (path, deadline) = (format!("/v1/requests/{}", args.id), runtime.now() + PATIENCE);
     let (status, body) = fetch(runtime, http, Method::Get, &path, Vec::new(), deadline).await?;

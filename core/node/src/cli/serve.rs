@@ -40,10 +40,8 @@ pub(super) async fn run<R: Runtime>(
     if args.print_config {
         for setting in config.settings() {
             let (key, value, origin) = (&setting.key, &setting.value, setting.origin.to_string());
-            output.line(
-                &format!("{key} = {value}  # {origin}"),
-                json!({"key": key, "value": value, "origin": origin}),
-            )?;
+            output
+                .line(&format!("{key} = {value}  # {origin}"), json!({"key": key, "value": value, "origin": origin}))?;
         }
         return Ok(Exit::Done);
     }

@@ -28,9 +28,13 @@ pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_
         for (node, state) in join_all(cluster.nodes.iter().map(|node| ask(runtime, node))).await {
             silent += usize::from(state["status"] != "ready");
             let (status, reason) = (text(&state["status"]), text(&state["reason"]));
-            let line = format!("{:<12} {status:<12} node {:<21} http {:<21} {reason}", node.name, node.address, node.http);
-            output.line(line.trim_end(), json!({"node": node.name, "address": node.address, "http": node.http,
-                "status": state["status"], "reason": state["reason"]}))?;
+            let line =
+                format!("{:<12} {status:<12} node {:<21} http {:<21} {reason}", node.name, node.address, node.http);
+            output.line(
+                line.trim_end(),
+                json!({"node": node.name, "address": node.address, "http": node.http,
+                "status": state["status"], "reason": state["reason"]}),
+            )?;
         }
         has_store = !cluster.directory.is_empty();
     }

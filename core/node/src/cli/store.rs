@@ -180,7 +180,8 @@ pub(super) async fn remove<R: Runtime>(runtime: &R, args: Remove, output: &mut O
         }
     };
     let options = RemoveOptions { force: args.force, ..RemoveOptions::default() };
-    with(runtime, &args.at, |client| async move { store_cmds::remove(&client, &selection, options, output).await }).await
+    with(runtime, &args.at, |client| async move { store_cmds::remove(&client, &selection, options, output).await })
+        .await
 }
 
 pub(super) async fn list<R: Runtime>(runtime: &R, args: List, output: &mut Output<'_>) -> Result<Exit, Failure> {

@@ -82,8 +82,9 @@ pub(super) async fn run<R: Runtime>(
     let source = args.model.as_deref().map_or_else(Source::preferred, Source::parse);
     let card = source.card().map_err(|error| Failure::Said(error.to_string()))?;
     // Told now and by its option's name; the router takes the port a moment later.
-    TcpListener::bind(args.http)
-        .map_err(|error| Failure::Said(format!("cannot listen on {}: {error}; choose another port with --http", args.http)))?;
+    TcpListener::bind(args.http).map_err(|error| {
+        Failure::Said(format!("cannot listen on {}: {error}; choose another port with --http", args.http))
+    })?;
     let dir = Folder::new()?;
     let plan = Plan::new(&args, &source, key(args.data.as_deref())?);
     let mut crew = Crew { runtime: runtime.clone(), plan, dir: dir.0.clone(), members: Vec::new() };
@@ -124,7 +125,8 @@ async fn greet<R: Runtime>(
             runtime.sleep(Duration::from_millis(20)).await;
         }
     };
-    let late = |_| Failure::Said(format!("the router does not reach its nodes within {READY_WITHIN}; see the log above"));
+    let late =
+        |_| Failure::Said(format!("the router does not reach its nodes within {READY_WITHIN}; see the log above"));
     within(runtime, READY_WITHIN, ready).await.map_err(late)?;
     let (http, model) = (args.http, &card.id);
     let mut text = String::new();
@@ -218,7 +220,10 @@ impl<R: Runtime> Crew<R> {
                 let member = &self.members[place];
                 let (child, name) = (Arc::clone(&member.child), member.name.clone());
                 async move {
-                    child.ready().await.ok_or_else(|| Failure::Said(format!("{name} did not start; its reason is above")))
+                    child
+                        .ready()
+                        .await
+                        .ok_or_else(|| Failure::Said(format!("{name} did not start; its reason is above")))
                 }
             });
             let told: Vec<_> = join_all(waits).await;

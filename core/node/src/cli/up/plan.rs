@@ -44,7 +44,8 @@ impl Plan {
     /// Names and configurations of a stage's nodes.
     pub(super) fn nodes(&self, stage: usize, running: &Running) -> Vec<(String, String)> {
         let directory = if self.has_store() { running.first().map(|(_, address)| address.as_str()) } else { None };
-        let many = |role: &str, from: u16, count: u16| (from..count).map(move |number| format!("{role}-{number}")).collect();
+        let many =
+            |role: &str, from: u16, count: u16| (from..count).map(move |number| format!("{role}-{number}")).collect();
         let stores: Vec<String> = many("store", 1, self.args.store);
         let prefills: Vec<String> = many("prefill", 0, if self.args.colocated { 0 } else { self.args.prefill });
         let decodes: Vec<String> = many("decode", 0, self.args.decode);
@@ -143,7 +144,8 @@ mod tests {
             let mut running = Vec::new();
             for stage in 0..plan.stages() {
                 for (name, text) in plan.nodes(stage, &running) {
-                    let config = Config::parse(&text, |_| None).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"));
+                    let config =
+                        Config::parse(&text, |_| None).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"));
                     assert_eq!(config.roles(), [name.split('-').next().unwrap()]);
                     let told = Told { address: "127.0.0.1:7123".into(), http: "127.0.0.1:8123".parse().unwrap() };
                     let again = Config::parse(&pinned(&text, &told), |_| None).unwrap();
