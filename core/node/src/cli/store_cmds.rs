@@ -120,6 +120,15 @@ fn shown(key: &[u8]) -> String {
     }
 }
 
+/// A key that may be refused for its length, for people.
+fn shortened(name: String) -> String {
+    const CHARS_MAX: usize = 80;
+    match name.char_indices().nth(CHARS_MAX) {
+        Some((end, _)) => format!("{}...", &name[..end]),
+        None => name,
+    }
+}
+
 fn key_json(key: &[u8]) -> Json {
     match std::str::from_utf8(key) {
         Ok(text) => json!({ "text": text }),
@@ -174,7 +183,7 @@ pub async fn put<R: Runtime>(
         }
         Put::Refused { reason, detail, retry_after } => {
             let hint = retry_after.map_or_else(String::new, |span| format!("; retry after {span}"));
-            let text = format!("refused {name}: {reason}: {detail}{hint}");
+            let text = format!("refused {}: {reason}: {detail}{hint}", shortened(name));
             let retry_ms = retry_after.map(Duration::as_millis);
             output.line(
                 &text,
