@@ -54,7 +54,7 @@ pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_
 
 fn show(owner: &OwnerView, output: &mut Output<'_>) -> Result<(), Failure> {
     let capacity: u64 = owner.segments.iter().map(|segment| segment.facts.capacity).sum();
-    let replicas: u64 = owner.segments.iter().map(|segment| u64::from(segment.replicas)).sum();
+    let replicas: u64 = owner.segments.iter().map(|segment| segment.replicas).sum();
     let (free, health) = (owner.free(), format!("{:?}", owner.health).to_lowercase());
     let used = capacity.saturating_sub(free);
     let line = format!(

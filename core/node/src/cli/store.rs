@@ -179,7 +179,7 @@ pub(super) async fn remove<R: Runtime>(runtime: &R, args: Remove, output: &mut O
             Selection::Keys(keys.collect::<Result<_, _>>()?)
         }
     };
-    let options = RemoveOptions { force: args.force, ..RemoveOptions::default() };
+    let options = RemoveOptions { force: args.force };
     with(runtime, &args.at, |client| async move { store_cmds::remove(&client, &selection, options, output).await })
         .await
 }

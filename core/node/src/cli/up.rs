@@ -242,7 +242,7 @@ impl<R: Runtime> Crew<R> {
             http: member.told.http,
         };
         let nodes: Vec<_> = self.members.iter().map(node).collect();
-        let directory = self.plan.has_store().then(|| nodes[0].address.clone()).unwrap_or_default();
+        let directory = if self.plan.has_store() { nodes[0].address.clone() } else { String::new() };
         let pid = i32::try_from(std::process::id()).unwrap_or(0);
         Cluster { pid, http, directory, key: self.plan.key().to_owned(), nodes }
     }
