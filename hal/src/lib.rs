@@ -22,3 +22,4 @@ mod copy_arch;
 pub mod fabric;
 pub mod mapping;
 pub mod region;
+pub mod sync;

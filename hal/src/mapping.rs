@@ -7,13 +7,15 @@
 
 use core::num::NonZeroUsize;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicU64, Ordering, fence};
+use core::sync::atomic::{AtomicU64, Ordering};
 use std::alloc::Layout;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::sync::full_fence;
 
 /// Length of an ordinary page; lengths of mappings are rounded up to it.
 pub const PAGE_LEN: usize = 4096;
@@ -248,7 +250,7 @@ impl HeaderPage {
         if let Some(word) = self.atomic(index) {
             word.store(epoch, Ordering::SeqCst);
             // Non-temporal stores that follow are ordered by a full fence only.
-            fence(Ordering::SeqCst);
+            full_fence();
         }
     }
 

@@ -14,7 +14,7 @@
 //! finished only when the peer answered its end, or when our half says that the link is closed.
 
 mod ask;
-mod half;
+pub(crate) mod half;
 mod link;
 mod serve;
 mod socket;
@@ -35,6 +35,7 @@ use crate::contract::{
     OpenError, Post, PostRefusal, RegionMemory, RegisterError, TicketId, Transport, Turn, Wake,
 };
 use crate::mapping::HeaderPage;
+use crate::sync::full_fence;
 
 /// Links of one device, at most.
 pub const LINKS_MAX: u32 = 256;
@@ -280,7 +281,7 @@ unsafe impl Completions for ShmDevice {
         for link in self.links.values_mut() {
             link.set_asleep(Asleep::Yes);
         }
-        half::full_fence();
+        full_fence();
         self.armed = true;
         if self.links.values().any(Link::has_work) {
             return Wake::Now;

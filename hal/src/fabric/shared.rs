@@ -1,14 +1,13 @@
 //! What handles outside the fabric's lock leave behind when they are dropped, and how they wake the fabric.
 
-use core::sync::atomic::{AtomicBool, Ordering};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use millpond_core::batch::RegionId;
-use parking_lot::Mutex;
 
 use crate::contract::TicketId;
 use crate::region::OnRegionDrop;
+use crate::sync::Mailbox;
 
 /// A handle that is gone; the fabric reaps it in its next turn.
 #[derive(Clone, Copy, Debug)]
@@ -20,42 +19,43 @@ pub(crate) enum Dropped {
 
 #[derive(Debug)]
 pub(crate) struct Shared {
-    list: Mutex<Vec<Dropped>>,
-    pending: AtomicBool,
+    mailbox: Mailbox<Dropped>,
     event: OwnedFd,
 }
 
 impl Shared {
     pub(super) fn new(event: OwnedFd) -> Self {
-        Self { list: Mutex::default(), pending: AtomicBool::new(false), event }
+        Self { mailbox: Mailbox::default(), event }
     }
 
-    /// Each handle is dropped once, so the list is bounded by the fabric's tables.
+    /// Each handle is dropped once, so the mailbox is bounded by the fabric's tables.
     pub(super) fn dropped(&self, what: Dropped) {
-        self.list.lock().push(what);
-        self.wake();
-    }
-
-    pub(super) fn wake(&self) {
-        if !self.pending.swap(true, Ordering::SeqCst) {
-            // A full counter is readable already, which is all that is wanted.
-            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        if self.mailbox.push(what) {
+            self.signal();
         }
     }
 
+    pub(super) fn wake(&self) {
+        if self.mailbox.call() {
+            self.signal();
+        }
+    }
+
+    fn signal(&self) {
+        // A full counter is readable already, which is all that is wanted.
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+    }
+
     pub(super) fn is_pending(&self) -> bool {
-        self.pending.load(Ordering::SeqCst)
+        self.mailbox.is_pending()
     }
 
     /// Moves what was dropped since the last call into `into`.
     pub(super) fn drain(&self, into: &mut Vec<Dropped>) {
-        if !self.pending.load(Ordering::Relaxed) {
-            return;
-        }
-        // The event is cleared before the flag: a wake-up in between writes again, and is at worst one too many.
-        let _ = rustix::io::read(&self.event, &mut [0u8; 8]);
-        self.pending.store(false, Ordering::SeqCst);
-        into.append(&mut self.list.lock());
+        self.mailbox.take(into, || {
+            // An event that somebody else read already is as good.
+            let _ = rustix::io::read(&self.event, &mut [0u8; 8]);
+        });
     }
 
     pub(super) fn event(&self) -> &OwnedFd {

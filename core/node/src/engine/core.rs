@@ -16,7 +16,8 @@ use millpond_core::batch::RegionId;
 use millpond_core::slab::Handle;
 use millpond_core::time::Instant;
 use millpond_hal::fabric::{self, FabricWake};
-use parking_lot::{Mutex, MutexGuard};
+use millpond_hal::sync::{Desk, Held};
+use parking_lot::Mutex;
 
 use super::batch::{Batch, Via};
 use super::options::Options;
@@ -30,9 +31,7 @@ use crate::runtime::boot_time;
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) options: Options,
-    shard: Mutex<Shard>,
-    inbox: Mutex<Vec<Wish>>,
-    has_wishes: AtomicBool,
+    desk: Desk<Shard, Wish>,
     timers: Mutex<Timers>,
     driver: AtomicWaker,
     kicked: AtomicBool,
@@ -89,9 +88,7 @@ impl Core {
         let waker = shard.fabric.waker();
         Ok(Self {
             options,
-            shard: Mutex::new(shard),
-            inbox: Mutex::default(),
-            has_wishes: AtomicBool::new(false),
+            desk: Desk::new(shard),
             timers: Mutex::default(),
             driver: AtomicWaker::new(),
             kicked: AtomicBool::new(false),
@@ -113,7 +110,7 @@ impl Core {
 
     /// Runs `work` on the shard.
     pub(super) fn locked<T>(&self, work: impl FnOnce(&mut Shard) -> T) -> T {
-        let mut shard = self.shard.lock();
+        let mut shard = self.desk.lock();
         let output = work(&mut shard);
         self.release(shard);
         output
@@ -121,7 +118,7 @@ impl Core {
 
     /// One turn, unless somebody else is at it: `None`.
     pub(super) fn try_turn(&self) -> Option<bool> {
-        let mut shard = self.shard.try_lock()?;
+        let mut shard = self.desk.try_lock()?;
         self.grant_wishes(&mut shard);
         let worked = shard.turn(&self.options, boot_time());
         self.release(shard);
@@ -130,7 +127,7 @@ impl Core {
 
     /// Arms the fabric for a sleep.
     pub(super) fn arm(&self) -> Armed {
-        let Some(mut shard) = self.shard.try_lock() else { return Armed::Now };
+        let Some(mut shard) = self.desk.try_lock() else { return Armed::Now };
         self.grant_wishes(&mut shard);
         let now = boot_time();
         let armed = match shard.fabric.arm(now) {
@@ -145,42 +142,33 @@ impl Core {
     }
 
     /// Lets go of the lock, and sees to what was wished for meanwhile.
-    fn release(&self, shard: MutexGuard<'_, Shard>) {
-        let wants_dials = !shard.wanted.is_empty();
-        drop(shard);
-        if wants_dials {
-            self.kick();
-        }
+    fn release(&self, shard: Held<'_, Shard>) {
+        let mut next = Some(shard);
         // Bounded by who else submits: each round takes what is there.
-        while self.has_wishes.load(Ordering::SeqCst) {
-            let Some(mut shard) = self.shard.try_lock() else { return };
-            self.grant_wishes(&mut shard);
+        while let Some(shard) = next {
             let wants_dials = !shard.wanted.is_empty();
-            drop(shard);
+            next = self.desk.release(shard);
             if wants_dials {
                 self.kick();
+            }
+            if let Some(shard) = &mut next {
+                self.grant_wishes(shard);
             }
         }
     }
 
     fn wish(&self, wish: Wish) {
-        self.inbox.lock().push(wish);
-        self.has_wishes.store(true, Ordering::SeqCst);
-        if let Some(shard) = self.shard.try_lock() {
-            let mut shard = shard;
+        if let Some(mut shard) = self.desk.leave(wish) {
             self.grant_wishes(&mut shard);
             self.release(shard);
         }
     }
 
-    fn grant_wishes(&self, shard: &mut Shard) {
-        if !self.has_wishes.load(Ordering::SeqCst) {
+    fn grant_wishes(&self, shard: &mut Held<'_, Shard>) {
+        let wishes = self.desk.take_wishes(shard);
+        if wishes.is_empty() {
             return;
         }
-        let mut inbox = self.inbox.lock();
-        self.has_wishes.store(false, Ordering::SeqCst);
-        let wishes: Vec<Wish> = inbox.drain(..).collect();
-        drop(inbox);
         let now = boot_time();
         for wish in wishes {
             match wish {
@@ -210,7 +198,7 @@ impl Core {
         let shared = Arc::new(Shared::new(id, Arc::clone(self)));
         self.open.fetch_add(1, Ordering::Relaxed);
         let transfer = Transfer::new(Arc::clone(&shared));
-        match self.shard.try_lock() {
+        match self.desk.try_lock() {
             Some(mut shard) => {
                 self.grant_wishes(&mut shard);
                 self.start(&mut shard, shared, batch, boot_time());
@@ -244,7 +232,7 @@ impl Core {
             }
         }
         if self.open.load(Ordering::Relaxed) >= self.options.transfers_max {
-            let retry_after = self.shard.try_lock().map_or(RETRY_AFTER, |shard| shard.retry_hint());
+            let retry_after = self.desk.try_lock().map_or(RETRY_AFTER, |shard| shard.retry_hint());
             return Some(SubmitErrorKind::Busy { retry_after });
         }
         None
@@ -291,7 +279,7 @@ impl Core {
     }
 
     pub(super) fn take_wanted(&self) -> Vec<WantedLane> {
-        match self.shard.try_lock() {
+        match self.desk.try_lock() {
             Some(mut shard) if !shard.wanted.is_empty() => std::mem::take(&mut shard.wanted),
             _ => Vec::new(),
         }

@@ -10,13 +10,14 @@ use std::collections::{HashMap, VecDeque};
 use millpond_core::batch::{Capability, RegionToken};
 
 use super::Regions;
-use super::half::{Counter, Entry, Ring, full_fence};
+use super::half::{Counter, Entry, Ring};
 use super::link::{Shared, bits_of, region_of};
 use crate::contract::{
     Access, End, Event, FarEnd, Inbound, LinkDownReason, Outcome, Post, PostedArrival, PostedMove, Refusal,
     RemoteRange, TURN_CHUNK_LEN,
 };
 use crate::copy::copy;
+use crate::sync::full_fence;
 
 /// A request in our ring.
 pub(super) enum Request {

@@ -7,20 +7,21 @@
 #![allow(unsafe_code)]
 
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicU64, Ordering, fence};
+use core::sync::atomic::{AtomicU64, Ordering};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::mapping::{Backing, MapError, Mapping, REGION_LEN_MAX, SEALS};
+use crate::sync::{Seeded, Words, WordsMut, seeded};
 
 /// Entries of each ring; a power of two.
 pub(super) const RING_LEN: u64 = 1024;
 /// Words of one entry.
-pub(super) const ENTRY_WORDS: usize = 8;
+pub(crate) const ENTRY_WORDS: usize = 8;
 /// One request, reply or socket record.
-pub(super) type Entry = [u64; ENTRY_WORDS];
+pub(crate) type Entry = [u64; ENTRY_WORDS];
 
 /// Version of the layout, in the first word.
 const LAYOUT: u64 = 0x4d50_5348_4d00_0001;
@@ -31,7 +32,7 @@ const HALF_WORDS: usize = RINGS_AT + 2 * (RING_LEN as usize) * ENTRY_WORDS;
 /// A counter of a half; each has a cache line of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
-pub(super) enum Counter {
+pub(crate) enum Counter {
     /// The layout's version.
     Layout = 0,
     /// Requests that the half's owner published.
@@ -54,7 +55,7 @@ pub(super) enum Counter {
 
 /// Which ring of a half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ring {
+pub(crate) enum Ring {
     /// What the half's owner asks for.
     Requests,
     /// What it answers.
@@ -90,95 +91,131 @@ fn slot(index: u64) -> usize {
 
 /// Our half: we write it, the peer looks at it.
 #[derive(Debug)]
-pub(super) struct OwnHalf {
-    mapping: Mapping,
+pub(crate) struct OwnHalf<W = OwnWords> {
+    words: W,
     published: [u64; 2],
 }
 
 impl OwnHalf {
     /// A half with empty rings.
     pub(super) fn new() -> Result<Self, MapError> {
-        let half = Self { mapping: Mapping::new((HALF_WORDS * 8) as u64, Backing::Memfd)?, published: [0; 2] };
-        half.set(Counter::Layout, LAYOUT);
-        Ok(half)
+        Ok(Self::over(OwnWords(Mapping::new((HALF_WORDS * 8) as u64, Backing::Memfd)?)))
     }
 
     /// The descriptor that the peer maps.
     pub(super) fn shared(&self) -> Option<&Arc<OwnedFd>> {
-        self.mapping.shared()
+        self.words.0.shared()
     }
+}
 
-    fn word(&self, index: usize) -> &AtomicU64 {
-        assert!(index < HALF_WORDS, "a half has {HALF_WORDS} words");
-        // SAFETY:
-        // - in bounds by the line above: the mapping is `8 * HALF_WORDS` long; aligned: a mapping starts on a page.
-        // - lives as long as the borrow: the mapping is owned by `self`; every access, ours and the peer's, is atomic.
-        unsafe { AtomicU64::from_ptr(self.mapping.base().cast::<u64>().as_ptr().add(index)) }
+impl<W: WordsMut> OwnHalf<W> {
+    /// A half with empty rings in words that are all 0.
+    pub(crate) fn over(words: W) -> Self {
+        let half = Self { words, published: [0; 2] };
+        half.set(Counter::Layout, LAYOUT);
+        half
     }
 
     /// Sets a counter; what was written before is visible to whoever reads it.
-    pub(super) fn set(&self, counter: Counter, value: u64) {
-        self.word(counter as usize * CACHE_LINE_WORDS).store(value, Ordering::Release);
+    pub(crate) fn set(&self, counter: Counter, value: u64) {
+        self.words.store(counter as usize * CACHE_LINE_WORDS, value, Ordering::Release);
     }
 
     /// Our own counter.
     pub(super) fn value(&self, counter: Counter) -> u64 {
-        self.word(counter as usize * CACHE_LINE_WORDS).load(Ordering::Relaxed)
+        self.words.load(counter as usize * CACHE_LINE_WORDS, Ordering::Relaxed)
     }
 
     /// How many entries of `ring` can be published now. An impossible count of the peer's reads as none.
-    pub(super) fn room(&self, ring: Ring, peer: &PeerHalf) -> u64 {
+    pub(super) fn room<P: Words>(&self, ring: Ring, peer: &PeerHalf<P>) -> u64 {
         let published = self.published[ring as usize];
         let waiting = published.wrapping_sub(peer.value(ring.consumed()));
         RING_LEN.saturating_sub(waiting)
     }
 
     /// Publishes an entry; the caller saw room for it.
-    pub(super) fn publish(&mut self, ring: Ring, entry: &Entry) {
+    pub(crate) fn publish(&mut self, ring: Ring, entry: &Entry) {
         let head = self.published[ring as usize];
         let at = ring.word_of(head);
         for (word, value) in entry.iter().enumerate() {
-            self.word(at + word).store(*value, Ordering::Relaxed);
+            self.words.store(at + word, *value, Ordering::Relaxed);
         }
         self.published[ring as usize] = head + 1;
-        self.set(ring.head(), head + 1);
+        if seeded(Seeded::RingPublishesRelaxed) {
+            self.words.store(ring.head() as usize * CACHE_LINE_WORDS, head + 1, Ordering::Relaxed);
+        } else {
+            self.set(ring.head(), head + 1);
+        }
+    }
+}
+
+/// The words of our half, in memory that the peer can map and only we can write.
+#[derive(Debug)]
+pub(crate) struct OwnWords(Mapping);
+
+impl OwnWords {
+    fn word(&self, at: usize) -> &AtomicU64 {
+        assert!(at < HALF_WORDS, "a half has {HALF_WORDS} words");
+        // SAFETY:
+        // - in bounds by the line above: the mapping is `8 * HALF_WORDS` long; aligned: a mapping starts on a page.
+        // - lives as long as the borrow: the mapping is owned by `self`; every access, ours and the peer's, is atomic.
+        unsafe { AtomicU64::from_ptr(self.0.base().cast::<u64>().as_ptr().add(at)) }
+    }
+}
+
+impl Words for OwnWords {
+    fn load(&self, at: usize, order: Ordering) -> u64 {
+        self.word(at).load(order)
+    }
+}
+
+impl WordsMut for OwnWords {
+    fn store(&self, at: usize, value: u64, order: Ordering) {
+        self.word(at).store(value, order);
     }
 }
 
 /// The peer's half: we only look at it.
 #[derive(Debug)]
-pub(super) struct PeerHalf {
-    map: PeerMap,
+pub(crate) struct PeerHalf<W = PeerMap> {
+    words: W,
 }
 
 impl PeerHalf {
     /// Maps what the peer sent.
     pub(super) fn new(fd: &OwnedFd) -> Result<Self, PeerMapError> {
-        let half = Self { map: PeerMap::new(fd, (HALF_WORDS * 8) as u64)? };
+        Self::over(PeerMap::new(fd, (HALF_WORDS * 8) as u64)?)
+    }
+}
+
+impl<W: Words> PeerHalf<W> {
+    /// The half in these words, if its layout is ours.
+    pub(crate) fn over(words: W) -> Result<Self, PeerMapError> {
+        let half = Self { words };
         if half.value(Counter::Layout) == LAYOUT { Ok(half) } else { Err(PeerMapError::Layout) }
     }
 
     /// A counter of the peer's.
-    pub(super) fn value(&self, counter: Counter) -> u64 {
-        self.map.word(counter as usize * CACHE_LINE_WORDS)
+    pub(crate) fn value(&self, counter: Counter) -> u64 {
+        self.words.load(counter as usize * CACHE_LINE_WORDS, Ordering::Acquire)
     }
 
     /// How many entries wait beyond the `consumed` first ones; `None` if the peer's head is impossible.
-    pub(super) fn waiting(&self, ring: Ring, consumed: u64) -> Option<u64> {
+    pub(crate) fn waiting(&self, ring: Ring, consumed: u64) -> Option<u64> {
         let waiting = self.value(ring.head()).wrapping_sub(consumed);
         (waiting <= RING_LEN).then_some(waiting)
     }
 
     /// The entry number `index`, copied out. The caller saw that it is waiting.
-    pub(super) fn entry(&self, ring: Ring, index: u64) -> Entry {
+    pub(crate) fn entry(&self, ring: Ring, index: u64) -> Entry {
         let at = ring.word_of(index);
-        core::array::from_fn(|word| self.map.word(at + word))
+        core::array::from_fn(|word| self.words.load(at + word, Ordering::Acquire))
     }
 }
 
 /// What a peer sent cannot be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PeerMapError {
+pub(crate) enum PeerMapError {
     /// It is not a sealed memory file of the length it claims.
     NotSealed,
     /// Its layout is of another version.
@@ -189,7 +226,7 @@ pub(super) enum PeerMapError {
 
 /// Memory of a peer on this host, mapped read-only. Sealed, so that it cannot shrink under us.
 #[derive(Debug)]
-pub(super) struct PeerMap {
+pub(crate) struct PeerMap {
     base: NonNull<u8>,
     mapped_len: usize,
     len: u64,
@@ -222,13 +259,7 @@ impl PeerMap {
 
     /// The 64-bit word number `index`; 0 beyond the end.
     pub(super) fn word(&self, index: usize) -> u64 {
-        if (index as u64) >= self.len / 8 {
-            return 0;
-        }
-        // SAFETY:
-        // - in bounds by the lines above; aligned: a mapping starts on a page.
-        // - mapped until drop; the owner writes it with atomics, and an atomic load needs no write access.
-        unsafe { AtomicU64::from_ptr(self.base.cast::<u64>().as_ptr().add(index)) }.load(Ordering::Acquire)
+        self.load(index, Ordering::Acquire)
     }
 
     /// The first of `len` bytes at `offset`, if they are all in the memory.
@@ -242,6 +273,18 @@ impl PeerMap {
     }
 }
 
+impl Words for PeerMap {
+    fn load(&self, at: usize, order: Ordering) -> u64 {
+        if (at as u64) >= self.len / 8 {
+            return 0;
+        }
+        // SAFETY:
+        // - in bounds by the lines above; aligned: a mapping starts on a page.
+        // - mapped until drop; the owner writes it with atomics, and an atomic load needs no write access.
+        unsafe { AtomicU64::from_ptr(self.base.cast::<u64>().as_ptr().add(at)) }.load(order)
+    }
+}
+
 impl Drop for PeerMap {
     fn drop(&mut self) {
         // SAFETY: mapped in `new` with this length; pointers into it do not outlive the turn that asked for them.
@@ -250,9 +293,4 @@ impl Drop for PeerMap {
             let _ = rustix::mm::munmap(self.base.as_ptr().cast(), self.mapped_len);
         }
     }
-}
-
-/// Orders everything before it against everything after it, also across processes: "I publish, then look whether you sleep".
-pub(super) fn full_fence() {
-    fence(Ordering::SeqCst);
 }

@@ -10,11 +10,12 @@ use std::sync::Arc;
 use millpond_core::batch::RegionId;
 use millpond_core::time::Instant;
 
-use super::half::{Counter, ENTRY_WORDS, Entry, OwnHalf, PeerHalf, PeerMap, Ring, full_fence};
+use super::half::{Counter, ENTRY_WORDS, Entry, OwnHalf, PeerHalf, PeerMap, Ring};
 use super::socket::{Kind, Received, Socket};
 use super::{LocalRegion, Regions, ask::Asking, serve::Serving};
 use crate::contract::{Event, Inbound, Lane, LinkDownReason, LinkId};
 use crate::mapping::HeaderPage;
+use crate::sync::full_fence;
 
 /// Regions of one peer that we map at a time, at most.
 const PEER_REGIONS_MAX: usize = 1024;
