@@ -46,6 +46,12 @@ pub struct Move {
 }
 
 /// The two extents of a move differ in length.
+///
+/// ```
+/// use millpond_core::batch::{Extent, LengthsDiffer, Move, RegionId};
+/// let extent = |len| Extent::new(RegionId::default(), 0, len);
+/// assert_eq!(Move::new(extent(8), extent(9)), Err(LengthsDiffer { source_len: 8, target_len: 9 }));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LengthsDiffer {
     /// Bytes of the source.

@@ -93,6 +93,14 @@ impl Default for Limits {
 }
 
 /// How a shard begins its term.
+///
+/// ```
+/// use millpond_core::directory::{Config, Directory, Start};
+/// use millpond_core::time::{Duration, Instant};
+/// let start = Start::Fresh; // nothing was stored before: it answers at once
+/// let directory = Directory::new(Instant::ZERO, Config { start, ..Config::fresh(1) });
+/// assert!(directory.is_rebuilt(Instant::ZERO));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Start {
@@ -109,6 +117,12 @@ pub enum Start {
 }
 
 /// What a shard is told when it is made.
+///
+/// ```
+/// use millpond_core::directory::{Config, Limits};
+/// let limits = Limits { objects_max: 1000, ..Limits::default() };
+/// assert_eq!(Config { limits, ..Config::fresh(4) }.term, 4);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Config {
     /// This shard's number.
@@ -134,6 +148,8 @@ impl Config {
 }
 
 /// Defects that tests switch on to prove that the oracle sees them. Never set in a product.
+///
+/// Example: `verify/tests/directory.rs`.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SeededBug {
@@ -148,6 +164,14 @@ pub enum SeededBug {
 }
 
 /// An answer, with the shard and the term that gave it. A receiver that has seen a higher term of the shard refuses it.
+///
+/// ```
+/// use millpond_core::directory::{Config, Directory, Key, Miss};
+/// use millpond_core::time::Instant;
+/// let directory = Directory::new(Instant::ZERO, Config::fresh(7));
+/// let answer = directory.exists(Instant::ZERO, Key::new(b"k").unwrap());
+/// assert_eq!((answer.term, answer.value), (7, Err(Miss::Absent)));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer<T> {
     /// The shard that answers.
@@ -159,6 +183,15 @@ pub struct Answer<T> {
 }
 
 /// Why the directory refused an input. Nothing was changed.
+///
+/// ```
+/// use millpond_core::directory::{Config, Directory, NodeId, Owner, Refusal};
+/// use millpond_core::time::Instant;
+/// let mut directory = Directory::new(Instant::ZERO, Config::fresh(1));
+/// let stranger = Owner { node: NodeId([9; 16]), incarnation: 1 };
+/// let answer = directory.on_heartbeat(Instant::ZERO, stranger, &[]);
+/// assert!(matches!(answer.value, Err(Refusal::UnknownOwner)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Refusal {

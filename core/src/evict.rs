@@ -169,6 +169,8 @@ impl Kind {
 }
 
 /// No policy has that name.
+///
+/// Example: [`Kind`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnknownPolicy;
 

@@ -31,6 +31,12 @@ pub const SCAN_MAX: u32 = 64;
 
 /// One range of an [`Extents`]: make an array or boxed slice of `Node::EMPTY` as its storage. `n` live ranges need at most
 /// `2 n + 1` nodes.
+///
+/// ```
+/// use millpond_core::extent::{Extents, Geometry, Node};
+/// let mut nodes = vec![Node::EMPTY; 2 * 100 + 1]; // for 100 live ranges, however they lie
+/// assert!(Extents::new(&mut nodes[..], Geometry { len: 1 << 30, unit: 4096 }).is_ok());
+/// ```
 #[derive(Clone, Debug)]
 pub struct Node {
     /// First unit of the range.
@@ -65,6 +71,12 @@ impl Default for Node {
 }
 
 /// Size of a segment and of the unit it is handed out in, both in bytes.
+///
+/// ```
+/// use millpond_core::extent::{Extents, Geometry, Node};
+/// let extents = Extents::new([Node::EMPTY; 3], Geometry { len: 10_000, unit: 4096 }).unwrap();
+/// assert_eq!(extents.statistics().len, 8192); // two whole units
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Bytes of the segment; a rest smaller than one unit is never handed out.
@@ -74,6 +86,14 @@ pub struct Geometry {
 }
 
 /// What a caller wants that needs more than the unit's alignment.
+///
+/// ```
+/// use millpond_core::extent::{Demand, Extents, Geometry, Node};
+/// let mut extents = Extents::new([Node::EMPTY; 9], Geometry { len: 1 << 20, unit: 4096 }).unwrap();
+/// extents.allocate(1).unwrap();
+/// let aligned = extents.allocate_aligned(Demand { len: 100, align: 65_536 }).unwrap();
+/// assert_eq!(aligned.offset, 65_536);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Demand {
     /// Bytes wanted, at least 1.
@@ -83,6 +103,14 @@ pub struct Demand {
 }
 
 /// A range that was handed out.
+///
+/// ```
+/// use millpond_core::extent::{Extents, Geometry, Node};
+/// let mut extents = Extents::new([Node::EMPTY; 9], Geometry { len: 1 << 20, unit: 4096 }).unwrap();
+/// let (first, second) = (extents.allocate(5000).unwrap(), extents.allocate(1).unwrap());
+/// assert_eq!((first.len, second.offset), (5000, 8192));
+/// assert_eq!(extents.get(first.handle), Some(first));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Allocation {
     /// Gives the range back; stale afterwards.
@@ -94,6 +122,14 @@ pub struct Allocation {
 }
 
 /// Exact figures of a segment; lengths in bytes.
+///
+/// ```
+/// use millpond_core::extent::{Extents, Geometry, Node};
+/// let mut extents = Extents::new([Node::EMPTY; 9], Geometry { len: 1 << 20, unit: 4096 }).unwrap();
+/// extents.allocate(5000).unwrap();
+/// let now = extents.statistics();
+/// assert_eq!((now.asked_len, now.used_len, now.free_len), (5000, 8192, (1 << 20) - 8192));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Statistics {
@@ -112,6 +148,12 @@ pub struct Statistics {
 }
 
 /// Why a segment cannot be managed.
+///
+/// ```
+/// use millpond_core::extent::{Extents, Geometry, GeometryError, Node};
+/// let odd = Extents::new([Node::EMPTY; 9], Geometry { len: 1 << 20, unit: 3000 });
+/// assert_eq!(odd.unwrap_err(), GeometryError::Unit(3000));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GeometryError {
@@ -126,6 +168,13 @@ pub enum GeometryError {
 }
 
 /// Why no range was handed out; nothing changed.
+///
+/// ```
+/// use millpond_core::extent::{AllocateError, Extents, Geometry, Node};
+/// let mut extents = Extents::new([Node::EMPTY; 9], Geometry { len: 1 << 20, unit: 4096 }).unwrap();
+/// assert_eq!(extents.allocate(0), Err(AllocateError::Invalid));
+/// assert_eq!(extents.allocate(2 << 20), Err(AllocateError::NoSpace));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AllocateError {
@@ -138,6 +187,14 @@ pub enum AllocateError {
 }
 
 /// The handle's range was given back before, or never was.
+///
+/// ```
+/// use millpond_core::extent::{Extents, Geometry, Node, Stale};
+/// let mut extents = Extents::new([Node::EMPTY; 9], Geometry { len: 1 << 20, unit: 4096 }).unwrap();
+/// let range = extents.allocate(1).unwrap();
+/// assert_eq!(extents.free(range.handle), Ok(4096));
+/// assert_eq!(extents.free(range.handle), Err(Stale(range.handle)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stale(pub Handle);
 

@@ -86,6 +86,8 @@ impl fmt::Display for Dtype {
 }
 
 /// The numbers a layout is made of, unchecked; [`Layout::new`] checks them.
+///
+/// Example: [`Layout`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
     /// Transformer layers whose KV is kept.
@@ -115,6 +117,14 @@ pub struct Layout {
 }
 
 /// Names one of the two tensors of a layer.
+///
+/// ```
+/// use millpond_core::layout::{Dtype, Layout, Shape, Side};
+/// let shape = Shape { layer_count: 2, kv_head_count: 2, head_dim: 8, dtype: Dtype::F32, block_tokens: 16 };
+/// let layout = Layout::new(shape).unwrap();
+/// assert_ne!(Side::Key, Side::Value); // a layer's range holds all keys, then all values
+/// assert_eq!(layout.layer_range(0).end, layout.page_len() / 2);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// Keys.
@@ -141,6 +151,12 @@ impl fmt::Display for Fingerprint {
 }
 
 /// Why a layout or a shard of it cannot be.
+///
+/// ```
+/// use millpond_core::layout::{Dtype, Layout, LayoutError, Shape};
+/// let shape = Shape { layer_count: 0, kv_head_count: 2, head_dim: 8, dtype: Dtype::F32, block_tokens: 16 };
+/// assert!(matches!(Layout::new(shape), Err(LayoutError::OutOfRange { .. })));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -360,6 +376,8 @@ const fn scaled(rank: u32, whole: u32, degree: u32) -> u32 {
 }
 
 /// One rank of an instance that splits a model by tensor and pipeline parallelism.
+///
+/// Example: [`pieces`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shard {
     /// Ranks that share the heads of a layer.
@@ -384,6 +402,8 @@ impl Shard {
 }
 
 /// The layers and heads of a whole model that one rank holds.
+///
+/// Example: [`pieces`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Part {
     /// First layer.
@@ -397,6 +417,8 @@ pub struct Part {
 }
 
 /// What one rank of the target instance takes from one rank of the source instance: a rectangle of layers and heads.
+///
+/// Example: [`pieces`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Piece {
     /// The source rank.
@@ -406,6 +428,16 @@ pub struct Piece {
 }
 
 /// A contiguous run of bytes of one page, and where it goes in the page of the other rank.
+///
+/// ```
+/// use millpond_core::layout::{pieces, strips, Dtype, Layout, Shape, Shard};
+/// let whole =
+///     Layout::new(Shape { layer_count: 2, kv_head_count: 8, head_dim: 4, dtype: Dtype::F32, block_tokens: 16 }).unwrap();
+/// let rank = Shard::tensor(1, 2);
+/// let piece = pieces(whole, rank, rank).unwrap().next().unwrap(); // both sides hold the same heads
+/// let strips: Vec<_> = strips(whole, piece, rank).unwrap().collect();
+/// assert_eq!(strips.len(), 2); // one per layer
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strip {
     /// First byte in the source rank's page.

@@ -18,6 +18,17 @@ const NONE: u32 = u32::MAX;
 const EPOCH_LAST: u32 = u32::MAX - 3;
 
 /// Where a page is in its life.
+///
+/// ```
+/// use millpond_core::page::{Page, Pages, State};
+/// let mut pages = Pages::new([Page::EMPTY; 2]);
+/// let page = pages.allocate().unwrap();
+/// assert_eq!(pages.state(page), Some(State::Filling));
+/// pages.quarantine(page).unwrap(); // a peer may still write it
+/// assert_eq!((pages.state(page), pages.counts().free), (Some(State::Quarantined), 1));
+/// pages.quiet(page).unwrap();
+/// assert_eq!(pages.counts().free, 2);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum State {
@@ -32,6 +43,12 @@ pub enum State {
 }
 
 /// One page of a [`Pages`]: make an array or boxed slice of `Page::EMPTY` as its storage.
+///
+/// ```
+/// use millpond_core::page::{Page, Pages};
+/// let mut storage = [Page::EMPTY; 16];
+/// assert_eq!(Pages::new(&mut storage[..]).counts().free, 16);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Page {
     epoch: u32,
@@ -85,6 +102,15 @@ impl Counts {
 }
 
 /// Why a page stays as it is.
+///
+/// ```
+/// use millpond_core::page::{Page, PageError, Pages, State};
+/// let mut pages = Pages::new([Page::EMPTY; 1]);
+/// let page = pages.allocate().unwrap();
+/// assert_eq!(pages.lease(page), Err(PageError::State(page, State::Filling)));
+/// pages.free(page).unwrap();
+/// assert_eq!(pages.seal(page), Err(PageError::Stale(page)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PageError {
@@ -97,6 +123,13 @@ pub enum PageError {
 }
 
 /// Fewer pages are free than were asked for; none was taken.
+///
+/// ```
+/// use millpond_core::page::{Exhausted, Page, Pages};
+/// use millpond_core::slab::Handle;
+/// let mut pages = Pages::new([Page::EMPTY; 2]);
+/// assert_eq!(pages.allocate_all(&mut [Handle::default(); 3]), Err(Exhausted { free: 2 }));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exhausted {
     /// Pages that are free now.

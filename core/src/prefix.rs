@@ -21,6 +21,18 @@ use arena::{Arena, NONE};
 pub use arena::{Block, Run};
 
 /// The name of a block: a chained hash.
+///
+/// ```
+/// use millpond_core::prefix::Key;
+/// /// A name that is well mixed already.
+/// #[derive(Clone, Copy, PartialEq, Eq)]
+/// struct Name(u64);
+/// impl Key for Name {
+///     fn spread(&self) -> u64 {
+///         self.0
+///     }
+/// }
+/// ```
 pub trait Key: Copy + Eq {
     /// 64 well-mixed bits of it.
     fn spread(&self) -> u64;
@@ -125,6 +137,15 @@ pub struct Path<'a, K> {
 }
 
 /// What an insertion did. `known + added` names are in the tree now, held by the path's holder.
+///
+/// ```
+/// use millpond_core::{hash::RouteHash, prefix::{Block, Holder, Path, Prefix, Run}};
+/// let mut tree: Prefix<RouteHash, _, _, 1> = Prefix::new([Block::EMPTY; 8], [Run::EMPTY; 8], 7);
+/// let path = |names| Path { holder: Holder(0), parent: None, names };
+/// tree.insert(&path(&[RouteHash(10), RouteHash(11)])).unwrap();
+/// let inserted = tree.insert(&path(&[RouteHash(10), RouteHash(11), RouteHash(12)])).unwrap();
+/// assert_eq!((inserted.known, inserted.added, inserted.stopped), (2, 1, None));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Inserted {
@@ -137,6 +158,14 @@ pub struct Inserted {
 }
 
 /// Why an insertion ended before the end of its path.
+///
+/// ```
+/// use millpond_core::{hash::RouteHash, prefix::{Block, Holder, Path, Prefix, Run, Stop}};
+/// let mut tree: Prefix<RouteHash, _, _, 1> = Prefix::new([Block::EMPTY; 2], [Run::EMPTY; 2], 7);
+/// let names = [10, 11, 12].map(RouteHash);
+/// let inserted = tree.insert(&Path { holder: Holder(0), parent: None, names: &names }).unwrap();
+/// assert_eq!((inserted.added, inserted.stopped), (2, Some(Stop::Full)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stop {
@@ -147,6 +176,13 @@ pub enum Stop {
 }
 
 /// Why nothing changed.
+///
+/// ```
+/// use millpond_core::{hash::RouteHash, prefix::{Block, Holder, Path, Prefix, PrefixError, Run}};
+/// let mut tree: Prefix<RouteHash, _, _, 1> = Prefix::new([Block::EMPTY; 8], [Run::EMPTY; 8], 7);
+/// let orphan = Path { holder: Holder(0), parent: Some(RouteHash(9)), names: &[RouteHash(10)] };
+/// assert_eq!(tree.insert(&orphan), Err(PrefixError::UnknownParent));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PrefixError {
@@ -186,6 +222,14 @@ impl core::error::Error for Stop {}
 impl core::error::Error for PrefixError {}
 
 /// The longest beginning of a chain that is held.
+///
+/// ```
+/// use millpond_core::{hash::RouteHash, prefix::{Block, Holder, Path, Prefix, Run}};
+/// let mut tree: Prefix<RouteHash, _, _, 1> = Prefix::new([Block::EMPTY; 8], [Run::EMPTY; 8], 7);
+/// tree.insert(&Path { holder: Holder(0), parent: None, names: &[RouteHash(10), RouteHash(11)] }).unwrap();
+/// let found = tree.longest_match(&[RouteHash(10), RouteHash(99)]);
+/// assert_eq!((found.len, found.last), (1, tree.find(RouteHash(10))));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Match {
     /// Blocks of it.
@@ -195,6 +239,15 @@ pub struct Match {
 }
 
 /// A block that was evicted.
+///
+/// ```
+/// use millpond_core::{hash::RouteHash, prefix::{Block, Holder, Path, Prefix, Run}};
+/// let mut tree: Prefix<RouteHash, _, _, 1> = Prefix::new([Block::EMPTY; 8], [Run::EMPTY; 8], 7);
+/// tree.insert(&Path { holder: Holder(3), parent: None, names: &[RouteHash(10), RouteHash(11)] }).unwrap();
+/// let evicted = tree.evict().unwrap();
+/// assert_eq!((evicted.name, evicted.holders.contains(Holder(3))), (RouteHash(11), true));
+/// assert_eq!(tree.name(evicted.block), None);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Evicted<K, const W: usize> {
     /// Its handle, stale from now on; its slot will be used again.

@@ -45,6 +45,14 @@ impl Far {
 }
 
 /// A lane of an initiator, from its hello: a connection is one generation of one lane.
+///
+/// ```
+/// use millpond_core::quiet::{Initiator, LaneName};
+/// use millpond_core::slab::Slot;
+/// let mut writer = Initiator::new(5, [Slot::EMPTY; 4]);
+/// assert_eq!(writer.dial(2), LaneName { incarnation: 5, index: 2, generation: 1 });
+/// assert_eq!(writer.dial(2).generation, 2); // the same lane, opened anew
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LaneName {
     /// The initiator's incarnation: new at each start, larger than those before.
@@ -56,6 +64,17 @@ pub struct LaneName {
 }
 
 /// What every frame of an attempt carries.
+///
+/// ```
+/// use millpond_core::quiet::Initiator;
+/// use millpond_core::slab::Slot;
+/// let mut writer = Initiator::new(5, [Slot::EMPTY; 4]);
+/// let name = writer.dial(0);
+/// writer.on_opened(name);
+/// let (first, second) = (writer.post(0, 1, 0).unwrap(), writer.post(0, 1, 0).unwrap());
+/// assert_eq!((first.attempt, second.attempt), (0, 1)); // one slice, posted twice
+/// assert!(second.serial > first.serial);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stamp {
     /// The lane it was posted on.
@@ -71,6 +90,8 @@ pub struct Stamp {
 }
 
 /// Who stands between a lane and the memory.
+///
+/// Example: [`Target`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reach {
     /// The target copies, and asks [`Target::admit`] for every piece: tcp, shm, host.
@@ -80,6 +101,8 @@ pub enum Reach {
 }
 
 /// Where a reservation stands.
+///
+/// Example: [`Target`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Memory {
     /// Set aside for a writer; its bytes may be landing.
@@ -93,6 +116,8 @@ pub enum Memory {
 }
 
 /// Why a frame is not applied. It is counted and dropped, and its lane stays.
+///
+/// Example: [`Target`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Discard {
@@ -107,6 +132,15 @@ pub enum Discard {
 }
 
 /// Why a hello does not become a lane.
+///
+/// ```
+/// use millpond_core::quiet::{LaneName, Reach, Refused, Target};
+/// use millpond_core::slab::Slot;
+/// let mut target = Target::new([Slot::EMPTY; 4], [Slot::EMPTY; 2]);
+/// let name = |generation| LaneName { incarnation: 1, index: 0, generation };
+/// target.open([7; 16], name(2), Reach::Checked).unwrap();
+/// assert_eq!(target.open([7; 16], name(1), Reach::Checked), Err(Refused::Stale)); // overtaken by its successor
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Refused {
@@ -121,6 +155,14 @@ pub enum Refused {
 }
 
 /// The reservation is not quiet, or gone.
+///
+/// ```
+/// use millpond_core::quiet::{Memory, NotFree, Target};
+/// use millpond_core::slab::Slot;
+/// let mut target = Target::new([Slot::EMPTY; 4], [Slot::EMPTY; 2]);
+/// let memory = target.reserve().unwrap();
+/// assert_eq!(target.free(memory), Err(NotFree::NotQuiet(Memory::Reserved))); // fence it first
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NotFree {
     /// It was freed before, or never existed.
@@ -161,6 +203,8 @@ display_by! {
 }
 
 /// Names one open lane at the target.
+///
+/// Example: [`Target`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Lane {
     peer: Handle,
@@ -169,6 +213,8 @@ pub struct Lane {
 }
 
 /// One reservation of a [`Target`]; make `Slot::EMPTY`s of it as storage.
+///
+/// Example: [`Target`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Reservation {
     state: Memory,
@@ -178,6 +224,8 @@ pub struct Reservation {
 }
 
 /// One initiator known to a [`Target`]; make `Slot::EMPTY`s of it as storage.
+///
+/// Example: [`Target`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Peer {
     node: [u8; 16],
@@ -400,6 +448,18 @@ where
 }
 
 /// Where one attempt stands, for its initiator.
+///
+/// ```
+/// use millpond_core::quiet::{Far, Initiator, Progress};
+/// use millpond_core::slab::Slot;
+/// let mut writer = Initiator::new(1, [Slot::EMPTY; 4]);
+/// let name = writer.dial(0);
+/// writer.on_opened(name);
+/// let stamp = writer.post(0, 1, 0).unwrap();
+/// assert_eq!(writer.progress(&stamp), Some(Progress::Posted));
+/// writer.on_ack(&stamp, Far::Done);
+/// assert_eq!(writer.progress(&stamp), Some(Progress::Done));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Progress {
     /// Under way.
@@ -415,6 +475,8 @@ pub enum Progress {
 }
 
 /// One attempt of an [`Initiator`]; make `Slot::EMPTY`s of it as storage.
+///
+/// Example: [`Initiator`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Attempt {
     stamp: Stamp,
@@ -422,6 +484,18 @@ pub struct Attempt {
 }
 
 /// What is known about one slice.
+///
+/// ```
+/// use millpond_core::quiet::{Far, Initiator};
+/// use millpond_core::slab::Slot;
+/// let mut writer = Initiator::new(1, [Slot::EMPTY; 4]);
+/// let name = writer.dial(0);
+/// writer.on_opened(name);
+/// let stamp = writer.post(0, 1, 0).unwrap();
+/// writer.on_ack(&stamp, Far::Done);
+/// let verdict = writer.verdict(1, 0);
+/// assert!(verdict.is_arrived && verdict.is_quiet_here && verdict.is_quiet_there);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Verdict {
     /// One attempt is done: the bytes are usable over there.
@@ -435,6 +509,13 @@ pub struct Verdict {
 }
 
 /// Why nothing was posted.
+///
+/// ```
+/// use millpond_core::quiet::{Initiator, PostRefused};
+/// use millpond_core::slab::Slot;
+/// let mut writer = Initiator::new(1, [Slot::EMPTY; 4]);
+/// assert_eq!(writer.post(0, 1, 0), Err(PostRefused::NotOpen));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PostRefused {

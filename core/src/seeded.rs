@@ -4,6 +4,8 @@
 //! program. With it, a test selects at most one bug for its own thread.
 
 /// One deliberate bug.
+///
+/// Example: `verify/tests/structures.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Bug {

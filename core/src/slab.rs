@@ -8,6 +8,16 @@ use core::fmt;
 use core::marker::PhantomData;
 
 /// Names one entry of one slab. Plain data: 8 bytes, no padding, safe to send.
+///
+/// ```
+/// use millpond_core::slab::{Handle, Slab, Slot};
+/// let mut slab = Slab::new([Slot::EMPTY]);
+/// let first = slab.insert('a').unwrap();
+/// slab.remove(first);
+/// let second = slab.insert('b').unwrap();
+/// assert_eq!((first.slot, second.slot), (0, 0));
+/// assert_ne!(first.epoch, second.epoch); // the same slot, another life
+/// ```
 #[derive(
     Clone,
     Copy,
@@ -45,6 +55,12 @@ impl fmt::Display for Handle {
 }
 
 /// One slot of a [`Slab`]: make an array or a boxed slice of `Slot::EMPTY` as its storage.
+///
+/// ```
+/// use millpond_core::slab::{Slab, Slot};
+/// let slab: Slab<u32, _> = Slab::new([Slot::EMPTY; 4]);
+/// assert_eq!(slab.capacity(), 4);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Slot<T> {
     epoch: u32,
@@ -86,6 +102,13 @@ pub struct Slab<T, S> {
 }
 
 /// The slab is full; the value comes back to the caller.
+///
+/// ```
+/// use millpond_core::slab::{Full, Slab, Slot};
+/// let mut slab = Slab::new([Slot::EMPTY]);
+/// slab.insert("first").unwrap();
+/// assert_eq!(slab.insert("second"), Err(Full("second")));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Full<T>(pub T);
 

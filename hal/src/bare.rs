@@ -38,6 +38,8 @@ pub enum Mode {
 }
 
 /// No such mode.
+///
+/// Example: [`Mode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no such mode; choose one of blocking, spin, shm")]
 pub struct UnknownMode;
@@ -165,6 +167,11 @@ impl Row {
 }
 
 /// CPU time and wall time from a start on, to tell how much a measurement and how much others used.
+///
+/// ```
+/// let meter = millpond_hal::bare::Meter::start();
+/// assert!(meter.elapsed_s() >= 0.0 && meter.own_s() >= 0.0);
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Meter {
     started: Instant,

@@ -27,6 +27,8 @@ const WAIT_MAX: Duration = Duration::from_secs(20);
 const EVERY_STEP_MAX: u32 = 24;
 
 /// Where time comes from.
+///
+/// Example: `hal/src/backend/conforms.rs`.
 #[derive(Debug)]
 pub enum Clock {
     /// A virtual one that the suite advances.
@@ -36,6 +38,8 @@ pub enum Clock {
 }
 
 /// Two connected fabrics, or one with a link to itself.
+///
+/// Example: `hal/src/backend/conforms.rs`.
 pub struct Pair {
     /// The side that posts in most cases.
     pub here: Fabric,

@@ -118,6 +118,8 @@ impl TicketId {
 }
 
 /// What a move does to the peer's memory.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Bytes come from the peer's memory into local memory.
@@ -138,6 +140,8 @@ impl Access {
 }
 
 /// A range as a peer names it.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteRange {
     /// The whole region or grant, in the owner's table.
@@ -149,6 +153,8 @@ pub struct RemoteRange {
 }
 
 /// One copy between local memory and a peer's, checked by the fabric.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug)]
 pub struct PostedMove {
     /// First local byte.
@@ -170,6 +176,8 @@ pub struct PostedMove {
 unsafe impl Send for PostedMove {}
 
 /// "Count `amount` on `counter` of `region` once this batch's writes are applied."
+///
+/// Example: `hal/src/backend/sim/net.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PostedArrival {
     /// A region or grant of the peer that the batch writes to.
@@ -182,6 +190,8 @@ pub struct PostedArrival {
 
 /// A batch on its way to a device. The device keeps `moves` until it reports [`Event::Finished`], and gives it back there,
 /// so that the fabric can use the allocation again.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Debug)]
 pub struct Post {
     /// Names the batch in events.
@@ -197,6 +207,8 @@ pub struct Post {
 }
 
 /// A device did not take a batch; nothing was started and the batch comes back.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Debug)]
 pub struct NotPosted {
     /// The batch, unchanged.
@@ -206,6 +218,8 @@ pub struct NotPosted {
 }
 
 /// Why a device does not take a batch.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PostRefusal {
@@ -221,6 +235,8 @@ pub enum PostRefusal {
 }
 
 /// What the peer's memory has seen of a move that ended.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FarEnd {
     /// All of it.
@@ -232,6 +248,8 @@ pub enum FarEnd {
 }
 
 /// How a move ended here.
+///
+/// Example: `hal/src/backend/sim.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The bytes are where they should be.
@@ -357,6 +375,8 @@ impl Refusal {
 }
 
 /// Why a link ended.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LinkDownReason {
@@ -384,6 +404,8 @@ pub enum LinkDownReason {
 }
 
 /// What a device tells the fabric, only from inside `poll`.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
@@ -424,6 +446,8 @@ pub enum Event {
 }
 
 /// What the owner of a region or grant knows about it once its capability was proven.
+///
+/// Example: `hal/src/conformance/tests.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Proven {
     /// The region that it lies in.
@@ -438,6 +462,8 @@ pub struct Proven {
 /// - Every pointer that [`Inbound::resolve`] gives is valid for the range and access asked for until the `poll` in which it
 ///   was given returns; for [`Access::Write`] nobody else reads or writes there meanwhile, except that raw regions may be
 ///   touched by their owner, by copies, at any time.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[allow(unsafe_code)]
 pub unsafe trait Inbound {
     /// The peer on `link` shows the capability of `region`. Once this was `Ok` the link may name it until it closes.
@@ -455,6 +481,8 @@ pub unsafe trait Inbound {
 }
 
 /// When to poll a device next.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug)]
 pub enum Wake<'a> {
     /// At once: there is work that no descriptor would announce.
@@ -473,6 +501,8 @@ pub enum Wake<'a> {
 }
 
 /// Bounds of a device.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceLimits {
     /// Most moves in one batch.
@@ -486,6 +516,8 @@ pub struct DeviceLimits {
 }
 
 /// A region as a device sees it.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Debug)]
 pub struct RegionMemory {
     /// Its name in the fabric's table.
@@ -501,6 +533,8 @@ pub struct RegionMemory {
 }
 
 /// Which side of a lane we are, and what the hello agreed on.
+///
+/// Example: `hal/src/backend/tcp.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lane {
     /// Who dialed.
@@ -514,6 +548,8 @@ pub struct Lane {
 }
 
 /// Who dialed a lane. Both sides may post on it.
+///
+/// Example: `hal/examples/lane.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaneSide {
     /// We did.
@@ -523,6 +559,8 @@ pub enum LaneSide {
 }
 
 /// What a link is made of. A device takes the kinds it knows and gives the rest back.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Connection {
@@ -542,12 +580,16 @@ pub enum Connection {
 }
 
 /// A connection that only its own backend understands.
+///
+/// Example: `hal/src/backend/sim/net.rs`.
 pub trait OwnConnection: core::fmt::Debug + Send {
     /// For the backend to recognise its own.
     fn into_any(self: Box<Self>) -> Box<dyn core::any::Any + Send>;
 }
 
 /// A link was not opened; the connection was dropped, which closes its socket.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
@@ -578,6 +620,8 @@ pub enum OpenError {
 }
 
 /// A device cannot use a region.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegisterError {
@@ -596,6 +640,8 @@ pub enum RegisterError {
 ///
 /// # Safety
 /// - An implementation keeps every duty of the [module's contract](self).
+///
+/// Example: `hal/src/backend/host.rs`.
 #[allow(unsafe_code)]
 pub unsafe trait Memory {
     /// Whether a move between these kinds is possible.
@@ -627,6 +673,8 @@ pub unsafe trait Memory {
 ///
 /// # Safety
 /// - An implementation keeps every duty of the [module's contract](self).
+///
+/// Example: `hal/src/backend/host.rs`.
 #[allow(unsafe_code)]
 pub unsafe trait Transport {
     /// Makes a link of a connection. An `Err` dropped the connection.
@@ -651,6 +699,8 @@ pub unsafe trait Transport {
 ///
 /// # Safety
 /// - An implementation keeps every duty of the [module's contract](self).
+///
+/// Example: `hal/src/backend/host.rs`.
 #[allow(unsafe_code)]
 pub unsafe trait Completions {
     /// One turn: serves peers, moves bytes, reports events. Copies at most about `budget_bytes` by CPU. Returns whether it
@@ -662,6 +712,8 @@ pub unsafe trait Completions {
 }
 
 /// What a turn came to.
+///
+/// Example: `hal/src/backend/host.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// Nothing was to do.
@@ -674,6 +726,8 @@ pub enum Turn {
 ///
 /// # Safety
 /// - An implementation keeps every duty of the [module's contract](self).
+///
+/// Example: `hal/src/backend/host.rs`.
 #[allow(unsafe_code)]
 pub unsafe trait Device: Memory + Transport + Completions + Send {
     /// Its name: `tcp`, `shm`, `host`, …

@@ -67,6 +67,16 @@ pub const DEVICES_MAX: usize = 8;
 pub const PROGRESS_DEADLINE: Duration = Duration::from_secs(5);
 
 /// Bounds of a fabric's tables, allocated at start.
+///
+/// ```
+/// use millpond_hal::fabric::{Fabric, FabricOptions, Limits};
+/// let mut options = FabricOptions::new([0; 32]);
+/// options.limits.regions_max = 4;
+/// let mut fabric = Fabric::new(options).unwrap();
+/// let regions: Vec<_> = (0..4).map(|_| fabric.allocate(4096, Default::default()).unwrap()).collect();
+/// assert!(fabric.allocate(4096, Default::default()).is_err()); // full is an answer
+/// # let _ = (Limits::default(), regions);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {
@@ -101,6 +111,13 @@ impl Default for Limits {
 }
 
 /// What a fabric is made of.
+///
+/// ```
+/// use millpond_hal::fabric::{Fabric, FabricOptions};
+/// let mut options = FabricOptions::new([7; 32]); // random bytes: capabilities are made from them
+/// options.incarnation = 12;
+/// assert_eq!(Fabric::new(options).unwrap().in_flight(), 0);
+/// ```
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct FabricOptions {
@@ -129,6 +146,18 @@ impl core::fmt::Debug for FabricOptions {
 }
 
 /// A fabric could not be made, or a device not be added.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// for _ in 0..DEVICES_MAX {
+///     fabric.add_device(Box::new(Host::new())).unwrap();
+/// }
+/// assert!(matches!(fabric.add_device(Box::new(Host::new())), Err(FabricError::DevicesFull)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FabricError {
@@ -149,10 +178,28 @@ pub enum FabricError {
 }
 
 /// Names a device of a fabric, in the order of `add_device`.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// let host: DeviceId = fabric.add_device(Box::new(Host::new())).unwrap();
+/// assert_eq!(fabric.device_name(host), Some("host"));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceId(usize);
 
 /// How a link behaves.
+///
+/// ```
+/// use millpond_core::time::Duration;
+/// use millpond_hal::fabric::{LinkOptions, PROGRESS_DEADLINE};
+/// assert_eq!(LinkOptions::default().progress_deadline, PROGRESS_DEADLINE);
+/// let patient = LinkOptions::with_progress_deadline(Duration::from_secs(60));
+/// assert!(patient.progress_deadline > PROGRESS_DEADLINE);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinkOptions {
@@ -175,6 +222,8 @@ impl LinkOptions {
 }
 
 /// A link was not opened.
+///
+/// Example: `hal/src/fabric/tests.rs`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LinkError {
@@ -193,6 +242,25 @@ pub enum LinkError {
 }
 
 /// Something the owner of the fabric wants to know.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// # let grant = fabric.grant_write(vec![region.carve(4096, 4096).unwrap()]).unwrap();
+/// # let there = fabric.attach(grant.token()).unwrap();
+/// # let mut batch = Batch::new();
+/// # batch.write(region.carve(0, 5).unwrap().freeze(), millpond_core::batch::Extent::new(there, 4096, 5));
+/// let ticket = fabric.post(now, link, batch, PostOptions::default()).unwrap();
+/// fabric.poll(now);
+/// assert_eq!(fabric.next_event(), Some(FabricEvent::Finished(ticket.id())));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FabricEvent {
@@ -210,6 +278,24 @@ pub enum FabricEvent {
 }
 
 /// When to poll a fabric next.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// # let grant = fabric.grant_write(vec![region.carve(4096, 4096).unwrap()]).unwrap();
+/// # let there = fabric.attach(grant.token()).unwrap();
+/// # let mut batch = Batch::new();
+/// # batch.write(region.carve(0, 5).unwrap().freeze(), millpond_core::batch::Extent::new(there, 4096, 5));
+/// let _ticket = fabric.post(now, link, batch, PostOptions::default()).unwrap();
+/// assert!(matches!(fabric.arm(now), FabricWake::Now)); // poll first, sleep later
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FabricWake {
     /// At once.
@@ -219,6 +305,24 @@ pub enum FabricWake {
 }
 
 /// Counts since the start.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// # let grant = fabric.grant_write(vec![region.carve(4096, 4096).unwrap()]).unwrap();
+/// # let there = fabric.attach(grant.token()).unwrap();
+/// # let mut batch = Batch::new();
+/// # batch.write(region.carve(0, 5).unwrap().freeze(), millpond_core::batch::Extent::new(there, 4096, 5));
+/// let _ticket = fabric.post(now, link, batch, PostOptions::default()).unwrap();
+/// assert_eq!((fabric.stats().batches_posted, fabric.stats().bytes_posted), (1, 5));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {
@@ -239,6 +343,20 @@ pub struct Stats {
 }
 
 /// What is known of a link.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// let state = fabric.link(link).unwrap();
+/// assert_eq!((state.transport, state.in_flight, state.closing), ("host", 0, false));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinkState {
@@ -251,6 +369,20 @@ pub struct LinkState {
 }
 
 /// See the [module](self).
+///
+/// ```
+/// use millpond_core::time::Instant;
+/// use millpond_hal::backend::host::Host;
+/// use millpond_hal::contract::Connection;
+/// use millpond_hal::fabric::*;
+/// let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// let link = fabric.open(Instant::ZERO, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// assert!(fabric.link(link).is_some());
+/// fabric.close_link(link);
+/// fabric.poll(Instant::ZERO);
+/// assert!(fabric.link(link).is_none());
+/// ```
 pub struct Fabric {
     devices: Vec<Box<dyn Device>>,
     /// Which devices' descriptors are in the epoll set.

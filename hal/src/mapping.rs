@@ -41,6 +41,11 @@ pub enum Backing {
 }
 
 /// Memory could not be had.
+///
+/// ```
+/// use millpond_hal::mapping::{Backing, MapError, Mapping};
+/// assert_eq!(Mapping::new(0, Backing::Heap).unwrap_err(), MapError::Len { len: 0 });
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {

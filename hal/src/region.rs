@@ -29,6 +29,15 @@ pub(crate) trait OnRegionDrop: Send + Sync {
 pub const LEASES_PER_REGION_MAX: usize = 1 << 20;
 
 /// A lease was not given.
+///
+/// ```
+/// use millpond_hal::mapping::{Backing, Mapping};
+/// use millpond_hal::region::{LeaseError, Mode, Region};
+/// let region = Region::unregistered(Mapping::new(4096, Backing::Heap).unwrap(), Mode::Leased);
+/// let _held = region.carve(0, 100).unwrap();
+/// let overlap = LeaseError::Overlap { offset: 50, len: 10, held_offset: 0, held_len: 100 };
+/// assert_eq!(region.carve(50, 10).unwrap_err(), overlap);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LeaseError {
@@ -63,6 +72,15 @@ pub enum LeaseError {
 }
 
 /// How the memory of a region is used. See the [module](self).
+///
+/// ```
+/// use millpond_core::batch::Rights;
+/// use millpond_hal::mapping::{Backing, Mapping};
+/// use millpond_hal::region::{Mode, Region};
+/// let raw = Region::unregistered(Mapping::new(4096, Backing::Heap).unwrap(), Mode::Raw(Rights::REMOTE_READ));
+/// raw.write_at(10, b"bytes").unwrap();
+/// assert!(raw.carve(0, 10).is_err()); // a raw region has no leases
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Ranges are leased; peers reach what is granted.

@@ -65,7 +65,9 @@ pub struct Desk<S, W> {
     has_wishes: AtomicBool,
 }
 
-/// The lock of a [`Desk`], held; its state. Hand it to [`Desk::release`] rather than drop it. Example: [`Desk`].
+/// The lock of a [`Desk`], held; its state. Hand it to [`Desk::release`] rather than drop it.
+///
+/// Example: [`Desk`].
 pub struct Held<'a, S>(MutexGuard<'a, S>);
 
 impl<S, W> Desk<S, W> {

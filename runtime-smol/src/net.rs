@@ -29,6 +29,8 @@ use smol::Async;
 pub struct TcpStream(pub(crate) Async<std::net::TcpStream>);
 
 /// A listening TCP socket on smol; see [`TcpStream`].
+///
+/// Example: `verify/tests/runtimes/runtime.rs` (`listen`).
 #[derive(Debug)]
 pub struct TcpListener(pub(crate) Async<std::net::TcpListener>);
 

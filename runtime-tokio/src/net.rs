@@ -31,6 +31,8 @@ use tokio::io::{AsyncRead as _, AsyncWrite as _, Interest, ReadBuf};
 pub struct TcpStream(pub(crate) tokio::net::TcpStream);
 
 /// A listening TCP socket on tokio; see [`TcpStream`].
+///
+/// Example: `verify/tests/runtimes/runtime.rs` (`listen`).
 #[derive(Debug)]
 pub struct TcpListener(pub(crate) tokio::net::TcpListener);
 

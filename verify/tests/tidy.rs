@@ -162,6 +162,87 @@ fn no_left_overs() {
     assert!(found.is_empty(), "left-overs:\n{}", found.join("\n"));
 }
 
+/// A public type: its file, its name, and the lines of its documentation.
+struct Documented {
+    file: String,
+    name: String,
+    doc: Vec<String>,
+}
+
+/// The public structs, enums and traits of a file. Lint `unreachable_pub` sees to it that what says `pub` can be named.
+fn public_types(file: &str, text: &str) -> Vec<Documented> {
+    let (mut doc, mut found) = (Vec::new(), Vec::new());
+    for line in text.lines() {
+        let words: Vec<&str> = line.split_whitespace().filter(|word| *word != "unsafe").collect();
+        match words[..] {
+            ["pub", "struct" | "enum" | "trait", name, ..] if line.starts_with("pub") => {
+                let name = name.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default().to_owned();
+                found.push(Documented { file: file.to_owned(), name, doc: std::mem::take(&mut doc) });
+            }
+            ["///", ..] => doc.push(line.trim_start_matches("/// ").to_owned()),
+            // An item that is none of ours, or a blank line, ends the documentation; attributes do not.
+            [] => doc.clear(),
+            [first, ..] if ["pub", "fn", "impl", "use", "mod", "const", "type", "}"].contains(&first) => doc.clear(),
+            _ => {}
+        }
+    }
+    found
+}
+
+/// Whether a type is shown in use: by an example of its own, or by one that it names, which has to exist. `shown` are the
+/// names with an example of their own.
+fn is_shown(item: &Documented, shown: &[String], read: impl Fn(&str) -> Option<String>) -> bool {
+    if item.doc.iter().any(|line| line.starts_with("```")) {
+        return true;
+    }
+    let Some(example) = item.doc.iter().find_map(|line| line.strip_prefix("Example: ")) else { return false };
+    let quoted: Vec<&str> = example.split('`').skip(1).step_by(2).collect();
+    match quoted[..] {
+        [path, ref word @ ..] if path.ends_with(".rs") => {
+            let wanted = word.first().copied().unwrap_or(&item.name);
+            let has = |text: &str| text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|other| other == wanted);
+            read(path).is_some_and(|text| has(&text))
+        }
+        [name, ..] => shown.iter().any(|other| other == name),
+        [] => false,
+    }
+}
+
+#[test]
+fn every_public_type_is_shown_in_use() {
+    let folders = ["core/src", "core/node/src", "hal/src", "runtime-smol/src", "runtime-tokio/src"];
+    let files = folders.iter().flat_map(|folder| sources(folder)).collect::<Vec<_>>();
+    let items: Vec<Documented> = files.iter().flat_map(|(name, text)| public_types(name, text)).collect();
+    assert!(items.len() > 400, "only {} public types: the check would prove little", items.len());
+    // Types, and functions whose example shows several types at once.
+    let mut shown: Vec<String> = items
+        .iter()
+        .filter(|item| item.doc.iter().any(|line| line.starts_with("```")))
+        .map(|item| item.name.clone())
+        .collect();
+    shown.push("pieces".to_owned());
+    let read = |path: &str| fs::read_to_string(root().join(path)).ok();
+    let hidden: Vec<String> = items
+        .iter()
+        .filter(|item| !is_shown(item, &shown, read))
+        .map(|item| format!("{}: {}", item.file, item.name))
+        .collect();
+    let advice =
+        "give them an example, or a line `Example: [`Type`]`, `Example: `path.rs`` or `Example: `path.rs` (`word`)`";
+    assert!(hidden.is_empty(), "public types without an example; {advice}:\n{}", hidden.join("\n"));
+}
+
+#[test]
+fn a_type_without_an_example_is_seen() {
+    let text = "/// A page.\n///\n/// Example: `page.rs` (`take`).\n#[derive(Debug)]\npub struct Page {\n}\n\n/// Bare.\npub enum Bare {}";
+    let items = public_types("file.rs", text);
+    assert_eq!(items.iter().map(|item| &*item.name).collect::<Vec<_>>(), ["Page", "Bare"]);
+    assert!(is_shown(&items[0], &[], |_| Some("pages.take()".to_owned())));
+    assert!(!is_shown(&items[0], &[], |_| Some("pages.give()".to_owned())), "the file does not show it");
+    assert!(!is_shown(&items[0], &[], |_| None), "there is no such file");
+    assert!(!is_shown(&items[1], &["Page".to_owned()], |_| None));
+}
+
 #[test]
 fn every_file_says_what_it_is() {
     let silent: Vec<String> =

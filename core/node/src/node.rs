@@ -186,6 +186,8 @@ pub struct Drained {
 }
 
 /// One node of a cluster. Clones are handles of the same one.
+///
+/// Example: `verify/tests/runtimes/node.rs`.
 pub struct Node<R: Runtime> {
     inner: Arc<Inner<R>>,
 }

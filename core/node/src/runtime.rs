@@ -25,6 +25,8 @@ use parking_lot::Mutex;
 /// A connected TCP socket of a runtime.
 ///
 /// Implement it by forwarding to the runtime's own socket type; see `millpond-tokio`'s `net.rs` for the shape.
+///
+/// Example: `verify/examples/own_runtime.rs`.
 pub trait Stream: AsyncRead + AsyncWrite + AsFd + Send + Sync + Unpin + 'static {
     /// Takes the socket out of the runtime: non-blocking, no longer registered with it, nothing buffered left behind.
     ///
@@ -36,6 +38,8 @@ pub trait Stream: AsyncRead + AsyncWrite + AsFd + Send + Sync + Unpin + 'static 
 /// Waits until a file descriptor is readable, as often as asked.
 ///
 /// Level-triggered: a descriptor that is readable now answers now, however much an earlier caller left unread.
+///
+/// Example: `verify/examples/own_runtime.rs`.
 pub trait Readiness: Send + Sync + 'static {
     /// Waits until the descriptor is readable (or at its end, or in error: reading would not block).
     ///
@@ -47,6 +51,8 @@ pub trait Readiness: Send + Sync + 'static {
 /// An async runtime, seen through the keyhole that a node needs. Clones are handles of the same runtime.
 ///
 /// Seven methods to write, two given. `verify/examples/own_runtime.rs` is a whole one in under 200 lines.
+///
+/// Example: `verify/examples/own_runtime.rs`.
 pub trait Runtime: Clone + Send + Sync + 'static {
     /// A connected TCP socket.
     type Stream: Stream;
@@ -188,6 +194,8 @@ pub fn peer_addr(fd: &impl AsFd) -> io::Result<SocketAddr> {
 /// A task that can be awaited, and that is cancelled when this handle is dropped. See [`start`].
 ///
 /// A panic inside the task comes out of the `await`, as if the work had been done in place.
+///
+/// Example: `verify/tests/runtimes/rpc.rs`.
 #[must_use = "dropping the handle cancels the task; call `detach` to let it run"]
 #[derive(Debug)]
 pub struct Task<T>(RemoteHandle<T>);

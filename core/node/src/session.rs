@@ -171,6 +171,8 @@ impl SessionError {
 }
 
 /// A place among the sessions of an acceptor; dropping it makes room for another.
+///
+/// Example: `verify/tests/runtimes/session.rs` (`sessions`).
 #[derive(Debug, Default)]
 pub struct Permit(Option<Arc<Mutex<Table>>>);
 
@@ -183,6 +185,8 @@ impl Drop for Permit {
 }
 
 /// A connection whose ends know each other.
+///
+/// Example: `verify/tests/runtimes/session.rs`.
 #[derive(Debug)]
 pub struct Session<S> {
     /// The bytes that follow the hello.
@@ -196,6 +200,8 @@ pub struct Session<S> {
 }
 
 /// A data lane that left the runtime, to be adopted by a transport.
+///
+/// Example: `verify/tests/runtimes/session.rs`.
 #[derive(Debug)]
 pub struct Lane {
     /// The connected, non-blocking socket. The next byte to be read is the first after the hello.

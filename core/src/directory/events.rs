@@ -22,6 +22,8 @@ pub struct Event {
 }
 
 /// What changed.
+///
+/// Example: [`Event`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Change {

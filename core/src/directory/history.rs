@@ -8,6 +8,8 @@ use super::{NodeId, Stamp};
 use crate::time::{Duration, Instant};
 
 /// Why a replica left the index.
+///
+/// Example: [`Removal`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reason {

@@ -107,6 +107,8 @@ impl fmt::Display for Stamp {
 pub struct Key<'a>(&'a [u8]);
 
 /// A key is empty or longer than [`KEY_LEN_MAX`].
+///
+/// Example: [`Key`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyError {
     /// The length it has.

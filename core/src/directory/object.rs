@@ -50,6 +50,8 @@ impl PinUntil {
 }
 
 /// What a commit does with an object that is already there.
+///
+/// Example: [`Commit`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Mode {
@@ -65,6 +67,13 @@ pub enum Mode {
 }
 
 /// Whether an object may be evicted. Removal by request ignores pins.
+///
+/// ```
+/// use millpond_core::directory::{Commit, Key, Location, NodeId, Pin};
+/// let at = Location { node: NodeId([1; 16]), segment: 0, epoch: 1, slot: 0, generation: 1 };
+/// let keep = Commit { pin: Pin::Hard, ..Commit::new(Key::new(b"system prompt").unwrap(), 10, at) };
+/// assert_ne!(keep.pin, Pin::Free);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Pin {
@@ -109,6 +118,22 @@ impl<'a> Commit<'a> {
 }
 
 /// What became of a commit.
+///
+/// ```
+/// use millpond_core::directory::{Commit, Committed, Config, Directory, Join, Key, Location, NodeId, Owner, SegmentFacts};
+/// use millpond_core::time::Instant;
+/// let now = Instant::ZERO;
+/// let mut directory = Directory::new(now, Config::fresh(1));
+/// let owner = Owner { node: NodeId([7; 16]), incarnation: 1 };
+/// let segments = vec![SegmentFacts::dram(0, 1, 1 << 30)];
+/// directory.on_join(now, Join { owner, address: "127.0.0.1:7000".into(), segments }).value.unwrap();
+/// let at = |slot| Location { node: owner.node, segment: 0, epoch: 1, slot, generation: 1 };
+/// let key = Key::new(b"greeting").unwrap();
+/// let first = directory.on_commit(now, owner, &Commit::new(key, 5, at(0))).value.unwrap();
+/// assert!(matches!(first, Committed::Stored { .. }));
+/// let second = directory.on_commit(now, owner, &Commit::new(key, 5, at(1))).value.unwrap();
+/// assert!(matches!(second, Committed::AlreadyThere { .. })); // give slot 1 back
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Committed {
@@ -131,6 +156,8 @@ pub enum Committed {
 }
 
 /// The answer to a lookup that grants a lease.
+///
+/// Example: [`Directory`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Located {
     /// It is there.
@@ -160,6 +187,14 @@ pub struct Found {
 }
 
 /// Why a lookup found nothing.
+///
+/// ```
+/// use millpond_core::directory::{Config, Directory, Key, Located, Miss};
+/// use millpond_core::time::{Duration, Instant};
+/// let mut directory = Directory::new(Instant::ZERO, Config::fresh(1));
+/// let answer = directory.on_locate(Instant::ZERO, Key::new(b"k").unwrap(), Duration::from_secs(1));
+/// assert_eq!(answer.value, Located::Miss(Miss::Absent));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Miss {
@@ -236,6 +271,14 @@ pub struct Page {
 }
 
 /// Whether a removal respects running leases.
+///
+/// ```
+/// use millpond_core::directory::{Config, Directory, Key, Leases};
+/// use millpond_core::time::Instant;
+/// let mut directory = Directory::new(Instant::ZERO, Config::fresh(1));
+/// let removed = directory.on_remove(Instant::ZERO, Key::new(b"k").unwrap(), Leases::Respect).value;
+/// assert_eq!((removed.objects, removed.leased), (0, 0));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leases {
     /// Leased objects stay and are counted.
@@ -278,6 +321,8 @@ pub struct Victim<'a> {
 }
 
 /// How badly an owner needs space.
+///
+/// Example: `core/src/directory/tests.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Urgency {
     /// Ahead of demand.
@@ -287,6 +332,8 @@ pub enum Urgency {
 }
 
 /// What the directory says to one victim.
+///
+/// Example: `core/src/directory/tests.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EvictVerdict {

@@ -12,6 +12,11 @@ use super::{Answer, Change, Directory, Event, Location, NodeId, Owner, Reason, R
 use crate::time::{Duration, Instant};
 
 /// The medium of a segment.
+///
+/// ```
+/// use millpond_core::directory::{SegmentFacts, Tier};
+/// assert_eq!(SegmentFacts::dram(0, 1, 1 << 30).tier, Tier::Dram);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Tier {
@@ -83,6 +88,8 @@ pub struct Join {
 }
 
 /// What the directory thinks of an owner that is in the table.
+///
+/// Example: [`OwnerView`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Health {

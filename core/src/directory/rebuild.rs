@@ -34,6 +34,8 @@ pub struct Entry<'a> {
 }
 
 /// Whether more of a segment's inventory follows.
+///
+/// Example: [`Inventory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// More follows.
@@ -62,6 +64,8 @@ pub struct Inventory<'a> {
 }
 
 /// What the directory says to one inventory entry.
+///
+/// Example: `core/src/directory/tests.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EntryVerdict {

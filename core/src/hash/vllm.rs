@@ -9,6 +9,8 @@ use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Which hash vLLM was started with.
+///
+/// Example: [`Hasher`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Algorithm {
@@ -19,6 +21,13 @@ pub enum Algorithm {
 }
 
 /// What besides tokens a block's KV depends on; vLLM adds these in this order.
+///
+/// ```
+/// use millpond_core::hash::vllm::{Algorithm, ExtraKey, Hasher};
+/// let hasher = Hasher::new(Algorithm::Sha256Cbor, Hasher::SEED_DEFAULT);
+/// let plain = hasher.block(&hasher.none(), &[1, 2, 3], &[]);
+/// assert_ne!(hasher.block(&hasher.none(), &[1, 2, 3], &[ExtraKey::Lora("french")]), plain);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExtraKey<'a> {

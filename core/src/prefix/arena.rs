@@ -21,6 +21,8 @@ fn halves(wide: u128) -> [u64; 2] {
 }
 
 /// One block of a [`super::Prefix`]: make an array or boxed slice of `Block::EMPTY` as its storage.
+///
+/// Example: [`Prefix`](super::Prefix).
 #[derive(Clone, Debug)]
 pub struct Block<K> {
     pub(super) name: Option<K>,
@@ -52,6 +54,8 @@ impl<K> Default for Block<K> {
 }
 
 /// A run of blocks with the same holders: make an array or boxed slice of `Run::EMPTY`, as many as there are blocks.
+///
+/// Example: [`Prefix`](super::Prefix).
 #[derive(Clone, Debug)]
 pub struct Run<const W: usize> {
     pub(super) first: u32,

@@ -352,6 +352,8 @@ impl Trailer {
 }
 
 /// What [`parse`] made of the bytes.
+///
+/// Example: [`Frame`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parsed<'a> {
     /// A frame's head, whole and sound.

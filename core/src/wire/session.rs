@@ -95,6 +95,8 @@ impl Config {
 }
 
 /// The other end of an established session.
+///
+/// Example: [`Session`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// What it said of itself; the purpose is the connection's.
@@ -149,6 +151,8 @@ impl fmt::Display for Failure {
 impl core::error::Error for Failure {}
 
 /// How far the hello is.
+///
+/// Example: [`Session`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Bytes are to be exchanged.

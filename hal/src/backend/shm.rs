@@ -79,6 +79,8 @@ impl Default for ShmOptions {
 }
 
 /// The shared-memory backend. Give it to a fabric, then open links over connected unix sockets.
+///
+/// Example: `hal/tests/shm_processes.rs`.
 #[derive(Debug)]
 pub struct ShmDevice {
     options: ShmOptions,

@@ -10,6 +10,8 @@ use crate::contract::{Access, Outcome, PostRefusal, TicketId};
 use crate::region::{RegionBuf, RegionBytes};
 
 /// One request of a batch.
+///
+/// Example: [`Batch`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Request {
@@ -84,6 +86,8 @@ impl Request {
 }
 
 /// "Count `amount` on `counter` of the peer's grant once the writes of this batch are applied there."
+///
+/// Example: [`Batch`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arrival {
     /// An attached region or grant of the peer.
@@ -190,6 +194,25 @@ impl Batch {
 }
 
 /// A batch was not started; here it is again.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// let mut unattached = Batch::new();
+/// let nowhere = millpond_core::batch::Extent::new(millpond_core::batch::RegionId { slot: 9, epoch: 9 }, 0, 5);
+/// unattached.write(region.carve(0, 5).unwrap().freeze(), nowhere);
+/// let refused = fabric.post(now, link, unattached, PostOptions::default());
+/// let refused = refused.err().unwrap();
+/// assert!(matches!(refused.reason, PostError::UnknownRegion { .. }));
+/// assert_eq!(refused.batch.len(), 1); // the batch came back, with its memory
+/// ```
 pub struct NotStarted {
     /// The batch, unchanged.
     pub batch: Batch,
@@ -212,6 +235,8 @@ impl fmt::Display for NotStarted {
 impl core::error::Error for NotStarted {}
 
 /// Why a batch was not started.
+///
+/// Example: [`NotStarted`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PostError {
@@ -293,6 +318,27 @@ impl From<PostRefusal> for PostError {
 }
 
 /// A posted batch. Dropping it orphans the batch: it runs to its end, its memory stays lent until then, nobody hears of it.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// # let grant = fabric.grant_write(vec![region.carve(4096, 4096).unwrap()]).unwrap();
+/// # let there = fabric.attach(grant.token()).unwrap();
+/// # let mut batch = Batch::new();
+/// # batch.write(region.carve(0, 5).unwrap().freeze(), millpond_core::batch::Extent::new(there, 4096, 5));
+/// let ticket = fabric.post(now, link, batch, PostOptions::default()).unwrap();
+/// drop(ticket); // nobody waits: the batch runs on, and its memory is given back then
+/// while fabric.in_flight() > 0 {
+///     fabric.poll(now);
+/// }
+/// ```
 pub struct Ticket {
     id: TicketId,
     shared: Option<Arc<Shared>>,
@@ -333,6 +379,30 @@ impl fmt::Debug for Ticket {
 }
 
 /// What came of a batch: an outcome per request, and the batch with its memory.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// # let grant = fabric.grant_write(vec![region.carve(4096, 4096).unwrap()]).unwrap();
+/// # let there = fabric.attach(grant.token()).unwrap();
+/// # let mut batch = Batch::new();
+/// # batch.write(region.carve(0, 5).unwrap().freeze(), millpond_core::batch::Extent::new(there, 4096, 5));
+/// let ticket = fabric.post(now, link, batch, PostOptions::default()).unwrap();
+/// while !fabric.is_finished(&ticket) {
+///     fabric.poll(now);
+/// }
+/// let completion = fabric.take(ticket).unwrap();
+/// assert_eq!((completion.is_done(), completion.bytes_done()), (true, 5));
+/// let mut batch = completion.into_batch();
+/// batch.clear(); // for the next one
+/// ```
 #[derive(Debug)]
 pub struct Completion {
     pub(super) batch: Batch,

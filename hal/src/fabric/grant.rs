@@ -10,10 +10,44 @@ use crate::region::{RegionBuf, RegionBytes};
 
 /// Peers that hold its token may write the granted ranges; nobody here sees them meanwhile. `Fabric::close` gives the
 /// buffers back; dropping it closes it and gives the ranges back to their region.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// let grant = fabric.grant_write(vec![region.carve(0, 4096).unwrap()]).unwrap();
+/// let token = grant.token(); // give it to a peer
+/// assert!(region.carve(0, 1).is_err()); // peers may write there
+/// let buffers = fabric.close(grant);
+/// assert_eq!(buffers[0].len(), 4096); // ours alone again
+/// # let _ = token;
+/// ```
 #[derive(Debug)]
 pub struct Grant(pub(super) Held);
 
 /// Peers that hold its token may read the granted ranges. Dropping it, or `Fabric::revoke`, ends that.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// let bytes = region.carve(0, 4096).unwrap().freeze();
+/// let grant = fabric.grant_read(vec![bytes.clone()]).unwrap();
+/// assert_eq!(bytes[0], 0); // we may read as well
+/// fabric.revoke(grant);
+/// ```
 #[derive(Debug)]
 pub struct ReadGrant(pub(super) Held);
 
@@ -71,6 +105,22 @@ impl ReadGrant {
 }
 
 /// Memory was not granted; here it is again.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// let other = Fabric::new(FabricOptions::new([1; 32])).unwrap().allocate(4096, AllocateOptions::default()).unwrap();
+/// let refused = fabric.grant_write(vec![other.carve(0, 10).unwrap()]).err().unwrap();
+/// assert_eq!(refused.reason, GrantError::ForeignRegion);
+/// assert_eq!(refused.ranges.len(), 1); // they came back
+/// ```
 pub struct NotGranted<T> {
     /// What was handed in.
     pub ranges: Vec<T>,
@@ -93,6 +143,8 @@ impl<T> fmt::Display for NotGranted<T> {
 impl<T> core::error::Error for NotGranted<T> {}
 
 /// Why memory was not granted.
+///
+/// Example: [`NotGranted`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GrantError {

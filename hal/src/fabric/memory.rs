@@ -54,6 +54,15 @@ impl AllocateOptions {
 }
 
 /// No region.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// assert!(matches!(fabric.allocate(0, AllocateOptions::default()), Err(AllocateError::Map(_))));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocateError {
@@ -69,6 +78,23 @@ pub enum AllocateError {
 }
 
 /// A region was not released; here it is again.
+///
+/// ```
+/// # use millpond_core::time::Instant;
+/// # use millpond_hal::backend::host::Host;
+/// # use millpond_hal::contract::Connection;
+/// # use millpond_hal::fabric::*;
+/// # let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// # let host = fabric.add_device(Box::new(Host::new())).unwrap();
+/// # let now = Instant::ZERO;
+/// # let link = fabric.open(now, host, Connection::Loopback, LinkOptions::default()).unwrap();
+/// # let region = fabric.allocate(8192, AllocateOptions::default()).unwrap();
+/// let lease = region.carve(0, 10).unwrap();
+/// let refused = fabric.release(region).unwrap_err();
+/// assert!(matches!(refused.reason, ReleaseError::Leased { .. }));
+/// drop(lease);
+/// fabric.release(refused.region).unwrap();
+/// ```
 #[derive(Debug)]
 pub struct NotReleased {
     /// The region.
@@ -78,6 +104,8 @@ pub struct NotReleased {
 }
 
 /// Why a region is not released.
+///
+/// Example: [`NotReleased`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReleaseError {
@@ -104,6 +132,8 @@ pub enum ReleaseError {
 }
 
 /// A peer's region was not attached.
+///
+/// Example: `hal/src/fabric/tests.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AttachError {

@@ -70,6 +70,15 @@ impl OnRegionDrop for Shared {
 }
 
 /// Makes the fabric's descriptor readable from any thread.
+///
+/// ```
+/// use millpond_core::time::Instant;
+/// use millpond_hal::fabric::{Fabric, FabricOptions, FabricWake};
+/// let mut fabric = Fabric::new(FabricOptions::new([0; 32])).unwrap();
+/// let waker = fabric.waker();
+/// std::thread::spawn(move || waker.wake()).join().unwrap();
+/// assert!(matches!(fabric.arm(Instant::ZERO), FabricWake::Now));
+/// ```
 #[derive(Clone, Debug)]
 pub struct Waker(pub(super) Arc<Shared>);
 

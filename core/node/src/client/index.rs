@@ -13,6 +13,8 @@ use crate::rpc::{Reason, Refusal};
 use crate::runtime::{Runtime, sleep_until};
 
 /// A page of a listing.
+///
+/// Example: `verify/tests/store.rs` (`list`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rows {
     /// In byte order of the keys.
@@ -22,6 +24,8 @@ pub struct Rows {
 }
 
 /// A listing, page by page. See [`StoreClient::list`].
+///
+/// Example: `verify/tests/store.rs` (`list`).
 #[derive(Debug)]
 pub struct Listing<R> {
     client: StoreClient<R>,
@@ -30,6 +34,8 @@ pub struct Listing<R> {
 }
 
 /// A stream of changes. See [`StoreClient::watch`].
+///
+/// Example: `verify/tests/store.rs` (`watch`).
 #[derive(Debug)]
 pub struct Changes<R> {
     watch: Watch<R>,
@@ -190,6 +196,8 @@ impl<R: Runtime> Listing<R> {
 }
 
 /// Some changes, in order.
+///
+/// Example: `verify/tests/store.rs` (`watch`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// The changes; empty as a sign of life.

@@ -39,6 +39,8 @@ const LOCATIONS_MAX: usize = 1 << 18;
 /// A client of one store. Clones are handles of the same one.
 ///
 /// `verify/tests/store.rs` shows every operation.
+///
+/// Example: `verify/examples/own_runtime/serve.rs`.
 #[derive(Debug)]
 pub struct StoreClient<R> {
     inner: Arc<Inner<R>>,

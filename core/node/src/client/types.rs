@@ -76,6 +76,8 @@ impl Default for PutOptions {
 }
 
 /// Where a value to store comes from.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Clone, Debug)]
 pub enum Source {
     /// Plain bytes: small ones travel inside the call, larger ones are copied into registered memory first.
@@ -134,6 +136,8 @@ impl From<RegionBytes> for Source {
 }
 
 /// What a put came to.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Put {
@@ -174,6 +178,8 @@ pub struct Receipt {
 }
 
 /// Where the bytes of a get go.
+///
+/// Example: `verify/examples/own_runtime/serve.rs`.
 #[derive(Debug)]
 pub enum Target {
     /// Wherever is best: see [`Value`].
@@ -183,6 +189,8 @@ pub enum Target {
 }
 
 /// What a get came to.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Got {
@@ -198,6 +206,8 @@ pub enum Got {
 }
 
 /// Why there are no bytes.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MissReason {
@@ -213,6 +223,8 @@ pub enum MissReason {
 }
 
 /// The bytes of a value.
+///
+/// Example: `verify/tests/store.rs` (`get`).
 #[derive(Debug)]
 pub struct Value {
     /// The version that was read.
@@ -248,6 +260,8 @@ impl Deref for Value {
 }
 
 /// How a removal is done.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RemoveOptions {
     /// Also what is leased; its readers get a miss.
@@ -255,6 +269,8 @@ pub struct RemoveOptions {
 }
 
 /// The store could not do what was asked, and it is neither a miss nor a refusal of the value.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {

@@ -69,6 +69,8 @@ impl Default for Options {
 }
 
 /// How the role reaches prefill nodes: by rpc ([`RpcPrefills`]), or a stand-in.
+///
+/// Example: `verify/tests/serving.rs` (`RpcPrefills`).
 pub trait Prefills: Send + Sync + 'static {
     /// Starts a prefill at `address`. Dropping the stream cancels it there.
     fn prefill(
@@ -80,6 +82,8 @@ pub trait Prefills: Send + Sync + 'static {
 }
 
 /// The role. Clones are handles of the same one; the batch ends with the last of them.
+///
+/// Example: `verify/tests/serving.rs`.
 #[derive(Clone)]
 pub struct Decode<R> {
     inner: Arc<Inner<R>>,
@@ -130,6 +134,8 @@ impl Metrics {
 
 /// The answer to one request: a stream that ends after a message with `finished`, or after an error. Dropping it cancels
 /// the request.
+///
+/// Example: `core/node/src/router/tests.rs`.
 #[must_use = "dropping it cancels the request"]
 pub struct Generation {
     events: mpsc::UnboundedReceiver<Event>,

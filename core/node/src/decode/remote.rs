@@ -17,6 +17,8 @@ use crate::session::{Credentials, Target};
 const CLIENTS_MAX: usize = 1024;
 
 /// Calls prefill nodes by their addresses; one session each, kept.
+///
+/// Example: `verify/tests/serving.rs`.
 pub struct RpcPrefills<R> {
     runtime: R,
     credentials: Credentials,

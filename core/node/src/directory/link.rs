@@ -11,6 +11,8 @@ use crate::rpc::{Client, Reason, Refusal, Replies, RpcError};
 use crate::runtime::Runtime;
 
 /// The shard gave no answer that counts.
+///
+/// Example: `verify/tests/store.rs` (`Link`).
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LinkError {
@@ -54,6 +56,8 @@ impl From<RpcError> for LinkError {
 }
 
 /// A way to a shard. Clones share the highest term seen.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Clone, Debug)]
 pub struct Link<R> {
     way: Way<R>,
@@ -174,6 +178,8 @@ impl<R: Runtime> Link<R> {
 }
 
 /// The stream of changes of a shard.
+///
+/// Example: `verify/tests/store.rs` (`watch`).
 #[derive(Debug)]
 pub struct Watch<R> {
     inner: Inner<R>,

@@ -53,11 +53,15 @@ impl Default for ShardConfig {
 }
 
 /// A shard could not be started.
+///
+/// Example: `verify/tests/store.rs` (`Shard`).
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 pub struct StartError(#[from] pub StateError);
 
 /// One shard of the directory. Share it by `Arc`.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Debug)]
 pub struct Shard {
     machine: Mutex<Machine>,

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use millpond_core::directory::{NodeId, Stamp};
 
 /// The state file cannot be used.
+///
+/// Example: `core/node/src/directory/state.rs`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {

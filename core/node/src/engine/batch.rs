@@ -148,6 +148,8 @@ pub enum Via {
 }
 
 /// A transport name nobody knows.
+///
+/// Example: [`Via`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name:?} is no transport; use one of auto, local, shm, tcp")]
 pub struct UnknownTransport {

@@ -12,6 +12,8 @@ use super::submit::SubmitError;
 use super::transfer::{Report, Transfer};
 
 /// A handle for threads that wait; see [`Engine::blocking`](super::Engine::blocking). Cheap to clone, for any thread.
+///
+/// Example: `verify/tests/engine.rs` (`blocking`).
 #[derive(Clone, Debug)]
 pub struct Blocking {
     pub(super) core: Arc<Core>,

@@ -23,6 +23,12 @@ use crate::runtime::boot_time;
 pub const COUNTERS_PER_GRANT_MAX: usize = 1024;
 
 /// Why memory was not granted; it comes back with the reason.
+///
+/// ```
+/// use millpond_node::engine::{GrantError, GrantErrorKind};
+/// let refused = GrantError { kind: GrantErrorKind::Full, memory: vec!["the buffers"] };
+/// assert_eq!(refused.memory, ["the buffers"]); // they came back
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[error("{kind}")]
 pub struct GrantError<B> {
@@ -60,6 +66,8 @@ pub enum GrantErrorKind {
 
 /// Ranges of one region that peers may write, from [`Engine::grant_write`](super::Engine::grant_write) until it is closed
 /// or dropped. While it is open there is no view of the bytes here.
+///
+/// Example: `verify/tests/engine.rs` (`grant_write`).
 pub struct Grant {
     pub(super) core: Arc<Core>,
     /// Taken by `close`.
@@ -70,6 +78,8 @@ pub struct Grant {
 
 /// Shared bytes that peers may read, from [`Engine::grant_read`](super::Engine::grant_read) until it is dropped: from then
 /// on reads that name it are refused, and one that is half-way through fails.
+///
+/// Example: `verify/tests/engine.rs` (`grant_read`).
 pub struct ReadGrant {
     pub(super) core: Arc<Core>,
     /// Taken on drop.
@@ -151,6 +161,8 @@ pub enum NotArrived {
 }
 
 /// Waits until a counter of a grant has reached an amount; gives the count. Made by [`Grant::arrived`].
+///
+/// Example: `verify/tests/engine.rs` (`arrived`).
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct Arrived {

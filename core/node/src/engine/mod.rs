@@ -64,6 +64,8 @@ use crate::session::{Acceptor, Credentials, Lane, Limits, Session};
 ///
 /// Its address for peers and its hello belong to the node it is part of: the node hands over [lanes](Engine::adopt) that
 /// were accepted on its port. An engine without a node [listens](Engine::listen) itself.
+///
+/// Example: `verify/tests/engine.rs`.
 #[derive(Clone, Debug)]
 pub struct Engine<R> {
     core: Arc<Core>,
@@ -312,6 +314,11 @@ impl<R: Runtime> Engine<R> {
 }
 
 /// A lane was not taken over; its connection is closed.
+///
+/// ```
+/// let error = millpond_node::engine::AdoptError { why: "the lane is of an earlier incarnation".into() };
+/// assert!(error.to_string().contains("earlier incarnation"));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the lane was not taken over: {why}")]
 pub struct AdoptError {

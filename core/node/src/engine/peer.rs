@@ -10,6 +10,8 @@ use super::batch::Via;
 
 /// A node whose memory can be read and written, by [`Engine::open`](super::Engine::open) or because it opened us. Cheap to
 /// clone; it names the node in its present incarnation, whatever lanes come and go.
+///
+/// Example: `verify/tests/engine.rs` (`itself`).
 #[derive(Clone, Debug)]
 pub struct Peer {
     pub(super) inner: Arc<PeerInner>,

@@ -12,6 +12,8 @@ use super::core::Core;
 
 /// Memory that a peer granted, attached here by [`Engine::attach`](super::Engine::attach). Cheap to clone; dropping it
 /// gives up nothing over there.
+///
+/// Example: `verify/tests/engine.rs` (`attach`).
 #[derive(Clone, Debug)]
 pub struct RemoteRegion {
     pub(super) inner: Arc<Attached>,
@@ -38,6 +40,8 @@ impl std::fmt::Debug for Attached {
 }
 
 /// A range of a remote region, in bytes.
+///
+/// Example: `verify/tests/engine.rs` (`whole`).
 #[derive(Clone, Debug)]
 pub struct RemoteExtent {
     pub(super) region: RemoteRegion,

@@ -85,6 +85,12 @@ fn slots<T>(count: u32) -> Box<[Slot<T>]> {
 }
 
 /// An engine could not be started.
+///
+/// ```
+/// use millpond_node::engine::StartError;
+/// let error = StartError::System { what: "a descriptor", why: "too many open files".into() };
+/// assert!(error.to_string().contains("too many open files"));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {

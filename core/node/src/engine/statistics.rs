@@ -51,6 +51,8 @@ pub struct Statistics {
 /// What became of one batch, and over which path it went; see [`Engine::explain`](super::Engine::explain).
 ///
 /// The engine remembers the last [`EXPLAIN_MAX`] batches.
+///
+/// Example: `verify/tests/engine_links.rs` (`explain`).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Explanation {

@@ -5,6 +5,12 @@ use millpond_core::time::Duration;
 use super::batch::{Batch, Via};
 
 /// A batch that was not started; it comes back as it was.
+///
+/// ```
+/// use millpond_node::engine::{Batch, SubmitError, SubmitErrorKind};
+/// let refused = SubmitError { kind: SubmitErrorKind::Empty, batch: Batch::new() };
+/// assert!(refused.to_string().contains("add a read or a write"));
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[error("{kind}")]
 pub struct SubmitError {

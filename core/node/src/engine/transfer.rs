@@ -130,6 +130,8 @@ impl Status {
 }
 
 /// One request of a finished batch.
+///
+/// Example: `verify/tests/engine.rs` (`status`).
 #[derive(Debug)]
 pub struct Outcome {
     /// How it ended: [`Status::Done`] or [`Status::Failed`].
@@ -153,6 +155,8 @@ impl Outcome {
 }
 
 /// What became of a batch: an outcome per request, in the order of the batch.
+///
+/// Example: `verify/tests/engine.rs` (`into_buffers`).
 #[derive(Debug)]
 pub struct Report {
     pub(super) outcomes: Vec<Outcome>,
@@ -179,6 +183,8 @@ impl std::fmt::Display for TransferId {
 }
 
 /// A batch of which at least one request failed; the report says which, and still holds the buffers.
+///
+/// Example: `verify/tests/engine_links.rs` (`into_done`).
 #[derive(Debug, thiserror::Error)]
 #[error("{failed} of {} requests of {} failed, the first because {first}", .report.outcomes.len(), .report.id)]
 pub struct TransferError {
@@ -258,6 +264,8 @@ impl Report {
 /// A submitted batch: a future of its [`Report`].
 ///
 /// Dropping it orphans the batch: it runs on to its end, and its memory is given back then.
+///
+/// Example: `verify/tests/engine.rs` (`submit`).
 #[must_use = "dropping a transfer does not stop it; await it, or cancel it"]
 pub struct Transfer {
     shared: Arc<Shared>,

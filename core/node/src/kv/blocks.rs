@@ -11,6 +11,8 @@ use crate::engine::{RegionBuf, RegionBytes};
 use crate::runtime::Runtime;
 
 /// Where full blocks are kept and found again. A cache: what it lost is computed once more.
+///
+/// Example: `verify/tests/serving.rs`.
 pub trait Blocks: Send + Sync + 'static {
     /// How many of `names`, counted from the first, are there.
     fn leading(&self, names: Vec<BlockName>) -> BoxFuture<'static, usize>;
@@ -34,6 +36,8 @@ pub struct Missing {
 }
 
 /// Blocks in the store of the cluster, under `kv/` and their names in hexadecimal.
+///
+/// Example: `verify/tests/serving.rs`.
 pub struct StoreBlocks<R> {
     client: StoreClient<R>,
 }

@@ -27,6 +27,8 @@ use crate::runtime::Runtime;
 const ALIGNMENT: u64 = 4096;
 
 /// The pages of one node. Clones are handles of the same one.
+///
+/// Example: `verify/tests/serving.rs`.
 #[derive(Clone)]
 pub struct Pool {
     inner: Arc<Inner>,
@@ -57,6 +59,8 @@ struct State {
 }
 
 /// Why there is no pool.
+///
+/// Example: `verify/tests/serving.rs` (`Pool`).
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum PoolError {
@@ -191,6 +195,8 @@ impl State {
 }
 
 /// Waits for pages; made by [`Pool::taken`]. Dropping it leaves the line.
+///
+/// Example: `verify/tests/serving.rs` (`Pool`).
 #[must_use = "futures do nothing unless awaited"]
 pub struct Taken {
     pool: Pool,
@@ -225,6 +231,8 @@ impl Drop for Taken {
 }
 
 /// One page of a request, in one of these forms: its own (writable), shared (read-only, whole), layer by layer, or away.
+///
+/// Example: `verify/tests/serving.rs` (`Pool`).
 pub struct Page {
     inner: Arc<Inner>,
     handle: Handle,

@@ -52,6 +52,8 @@ impl Default for Options {
 }
 
 /// The role. Clones are handles of the same one.
+///
+/// Example: `verify/tests/serving.rs`.
 #[derive(Clone)]
 pub struct Prefill<R> {
     inner: Arc<Inner<R>>,
@@ -96,6 +98,8 @@ pub struct Prompt {
 }
 
 /// A prompt that was computed.
+///
+/// Example: `verify/tests/serving.rs` (`Prefill`).
 #[derive(Debug)]
 pub struct Computed {
     /// Its pages, in block order.

@@ -11,6 +11,8 @@ use crate::rpc::{Reason, Refusal};
 use crate::runtime::Runtime;
 
 /// Takes KV away as it becomes complete. Called from a thread that computes: it must not wait.
+///
+/// Example: `verify/tests/serving.rs` (`Prefill`).
 pub trait Outlet: Send + Sync {
     /// The first pages are complete in all layers; they were loaded.
     ///
@@ -29,6 +31,8 @@ pub trait Outlet: Send + Sync {
 }
 
 /// Writes KV into a grant of the decode node, one batch per layer and chunk.
+///
+/// Example: `verify/tests/serving.rs` (`Prefill`).
 pub struct Sender<R> {
     engine: Engine<R>,
     remote: RemoteRegion,

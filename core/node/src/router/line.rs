@@ -58,6 +58,8 @@ struct State {
 }
 
 /// A place among the running ones; dropping it lets the next in.
+///
+/// Example: [`Line`].
 #[derive(Debug)]
 pub struct Place {
     line: Line,

@@ -194,6 +194,8 @@ pub struct Token {
 }
 
 /// An answer on its way. Dropping it cancels the work on every node.
+///
+/// Example: `core/node/src/http/tests.rs`.
 pub struct Generation {
     /// Tokens of the prompt, template included.
     pub prompt_tokens: u32,
@@ -329,6 +331,8 @@ pub struct Offer {
 }
 
 /// Whatever turns requests into text: a router over nodes, or a model in this process.
+///
+/// Example: `core/node/src/http/tests.rs`.
 pub trait Generator: Send + Sync + 'static {
     /// The models on offer.
     fn offers(&self) -> Vec<Offer>;

@@ -64,6 +64,8 @@ impl Default for RouterLimits {
 }
 
 /// A router over prefill and decode nodes. Clones are handles of the same one.
+///
+/// Example: `core/node/src/router/tests.rs`.
 #[derive(Clone)]
 pub struct Router {
     inner: Arc<Inner>,

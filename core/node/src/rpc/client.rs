@@ -24,11 +24,15 @@ const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Bytes in and out, with somebody at the other end.
+///
+/// Example: `verify/tests/runtimes/rpc.rs`.
 pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Duplex for S {}
 
 /// A session that a [`Client`] may call on.
+///
+/// Example: `verify/tests/runtimes/rpc.rs`.
 pub struct Connection {
     /// The bytes after the hello.
     pub stream: Box<dyn Duplex>,
@@ -43,12 +47,16 @@ impl fmt::Debug for Connection {
 }
 
 /// How a [`Client`] gets sessions: usually by a [`Dialer`].
+///
+/// Example: `verify/tests/runtimes/rpc.rs`.
 pub trait Connect: Send + Sync + 'static {
     /// Opens a session by `deadline`.
     fn connect(&self, deadline: Instant) -> BoxFuture<'_, Result<Connection, SessionError>>;
 }
 
 /// Dials a node's port for each session.
+///
+/// Example: `verify/tests/runtimes/rpc.rs`.
 #[derive(Clone, Debug)]
 pub struct Dialer<R> {
     runtime: R,
@@ -104,6 +112,8 @@ enum Temper {
 /// callers no time.
 ///
 /// `verify/tests/runtimes/rpc.rs` shows every kind of call.
+///
+/// Example: `verify/tests/runtimes/rpc.rs`.
 pub struct Client<R> {
     inner: Arc<Inner<R>>,
     trace: u64,

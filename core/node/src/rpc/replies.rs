@@ -18,6 +18,8 @@ use super::channel::{Event, Running};
 ///
 /// The target sends a window ahead of the reader and no more. Dropping it tells the target to stop. See
 /// [`Client::stream`](super::Client::stream).
+///
+/// Example: `verify/tests/runtimes/rpc.rs` (`next`).
 #[must_use = "dropping it cancels the stream"]
 pub struct Replies<T> {
     running: Running,

@@ -29,6 +29,8 @@ const HINT_MIN: Duration = Duration::from_millis(5);
 const HINT_MAX: Duration = Duration::from_secs(1);
 
 /// What a handler knows of the call it serves.
+///
+/// Example: `verify/tests/runtimes/rpc.rs`.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Context {
@@ -384,6 +386,8 @@ pub(super) struct RawItems {
 }
 
 /// Where a stream's handler sends its items. See [`Router::stream`].
+///
+/// Example: `core/node/src/router/tests.rs`.
 #[derive(Debug)]
 pub struct Items<T> {
     raw: RawItems,

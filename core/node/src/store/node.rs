@@ -69,6 +69,8 @@ impl StoreConfig {
 }
 
 /// A store node could not be started.
+///
+/// Example: `verify/tests/store.rs` (`StoreNode`).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
@@ -104,6 +106,8 @@ impl Tally {
 /// A store node. Clones are handles of the same one.
 ///
 /// `verify/tests/store.rs` runs one with its directory and a client in one process, and several in processes of their own.
+///
+/// Example: `verify/tests/store.rs`.
 #[derive(Debug)]
 pub struct StoreNode<R> {
     pub(super) inner: Arc<Inner<R>>,

@@ -9,6 +9,8 @@ use crate::rpc::{Client, Router};
 use crate::runtime::{Runtime, Stop};
 
 /// Where a store node finds the directory.
+///
+/// Example: `verify/tests/store_processes.rs`.
 #[derive(Debug)]
 pub enum Place<R> {
     /// In this process.
@@ -18,6 +20,8 @@ pub enum Place<R> {
 }
 
 /// A store role could not be started.
+///
+/// Example: `verify/tests/store_processes.rs` (`StoreRole`).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RoleError {
@@ -32,6 +36,8 @@ pub enum RoleError {
 /// The store role of a node: serve [`StoreRole::router`], then run [`StoreRole::run`].
 ///
 /// `verify/tests/store_processes.rs` runs some in processes of their own.
+///
+/// Example: `verify/tests/store_processes.rs`.
 #[derive(Debug)]
 pub struct StoreRole<R> {
     store: StoreNode<R>,

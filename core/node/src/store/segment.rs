@@ -30,6 +30,8 @@ const DEPTH_MAX: usize = 1 << 16;
 const SWEEP_MAX: usize = 64;
 
 /// What a segment is made of.
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Its index, epoch, tier and payload bytes.
@@ -53,6 +55,8 @@ impl Shape {
 }
 
 /// A segment could not be made.
+///
+/// Example: `core/node/src/store/segment/tests.rs` (`segment`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SegmentError {
@@ -70,6 +74,8 @@ pub enum SegmentError {
 }
 
 /// One life of one slot.
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotId {
     /// Index in the table.
@@ -79,6 +85,8 @@ pub struct SlotId {
 }
 
 /// Space for a value, set aside: its owner fills `buf`, then seals or releases.
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 #[derive(Debug)]
 pub struct Reserved {
     /// The slot.
@@ -88,6 +96,8 @@ pub struct Reserved {
 }
 
 /// Why no space was set aside.
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReserveError {
@@ -100,6 +110,8 @@ pub enum ReserveError {
 }
 
 /// What is sealed into a slot.
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 #[derive(Clone, Debug)]
 pub struct Value {
     /// The key.
@@ -115,6 +127,8 @@ pub struct Value {
 }
 
 /// A share in the bytes of a sealed slot: while it is held they stay.
+///
+/// Example: `core/node/src/store/segment/tests.rs` (`pin`).
 #[derive(Clone, Debug)]
 pub struct Pinned {
     /// The bytes.
@@ -126,6 +140,8 @@ pub struct Pinned {
 }
 
 /// A victim to propose to the directory.
+///
+/// Example: `core/node/src/store/segment/tests.rs` (`propose`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proposal {
     /// The slot.
@@ -137,6 +153,8 @@ pub struct Proposal {
 }
 
 /// Exact counts.
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Payload bytes not handed out.
@@ -175,6 +193,8 @@ impl Slot {
 }
 
 /// A segment. See the [module](self).
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 pub struct Segment {
     node: NodeId,
     shape: Shape,
@@ -512,6 +532,8 @@ impl Segment {
 }
 
 /// A row of the inventory.
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sealed {
     /// The slot.

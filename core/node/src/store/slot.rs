@@ -15,6 +15,8 @@ pub(super) const SLOT_LEN: usize = 64;
 
 /// Where a slot is in its life. Only sealed slots are readable; one that is proposed for eviction stays readable until the
 /// directory has agreed, since a lease may save it.
+///
+/// Example: `core/node/src/store/segment/tests.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Nothing is in it.

@@ -62,6 +62,8 @@ pub struct Header {
 }
 
 /// A [`crate::directory::Stamp`].
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
 pub struct Stamp {
     /// The term.
@@ -73,6 +75,8 @@ pub struct Stamp {
 }
 
 /// A [`crate::directory::Owner`].
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct Owner {
     /// 16 bytes.
@@ -111,6 +115,8 @@ pub struct Location {
 }
 
 /// Whether an object may be evicted: a [`crate::directory::Pin`].
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
 pub struct Pin {
     /// 0 free, 1 soft, 2 hard.
@@ -139,6 +145,8 @@ pub struct LocateRequest {
 }
 
 /// One key's answer to a lookup.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct Located {
     /// Whether it was found; the other fields of a find follow only then.
@@ -178,6 +186,8 @@ pub struct LocateReply {
 }
 
 /// Asks whether keys are there, without a lease.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct ExistsRequest {
     /// The keys.
@@ -186,6 +196,8 @@ pub struct ExistsRequest {
 }
 
 /// A byte per key: 0 absent, 1 present, 2 not known yet.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct ExistsReply {
     /// Who answers.
@@ -200,6 +212,8 @@ pub struct ExistsReply {
 }
 
 /// Asks what is known of one key.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct StatRequest {
     /// The key.
@@ -208,6 +222,8 @@ pub struct StatRequest {
 }
 
 /// What is known of one key.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct StatReply {
     /// Who answers.
@@ -234,6 +250,8 @@ pub struct StatReply {
 }
 
 /// Asks for a page of keys in byte order.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct ListRequest {
     /// Keys that begin with this.
@@ -248,6 +266,8 @@ pub struct ListRequest {
 }
 
 /// One row of a listing.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct Listed {
     /// The key.
@@ -265,6 +285,8 @@ pub struct Listed {
 }
 
 /// A page of keys.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct ListReply {
     /// Who answers.
@@ -282,6 +304,8 @@ pub struct ListReply {
 }
 
 /// Removes keys, or what begins with a prefix.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct RemoveRequest {
     /// These keys.
@@ -299,6 +323,8 @@ pub struct RemoveRequest {
 }
 
 /// What a removal did.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct RemoveReply {
     /// Who answers.
@@ -319,10 +345,14 @@ pub struct RemoveReply {
 }
 
 /// Clears the namespace.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
 pub struct ClearRequest {}
 
 /// Asks why a key is a miss.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct ExplainRequest {
     /// The key.
@@ -331,6 +361,8 @@ pub struct ExplainRequest {
 }
 
 /// Why a key is a miss: a [`crate::directory::Explanation`].
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct ExplainReply {
     /// Who answers.
@@ -363,10 +395,14 @@ pub struct ExplainReply {
 }
 
 /// Asks for the placement view.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
 pub struct ViewRequest {}
 
 /// One segment.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
 pub struct Segment {
     /// Its index in the owner.
@@ -390,6 +426,8 @@ pub struct Segment {
 }
 
 /// One owner.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct OwnerView {
     /// Who.
@@ -407,6 +445,8 @@ pub struct OwnerView {
 }
 
 /// The placement view.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct ViewReply {
     /// Who answers.
@@ -421,6 +461,8 @@ pub struct ViewReply {
 }
 
 /// Asks for the stream of changes.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
 pub struct WatchRequest {
     /// Events after this one; without it, those to come.
@@ -429,6 +471,8 @@ pub struct WatchRequest {
 }
 
 /// One change.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct Event {
     /// Its number.
@@ -461,6 +505,8 @@ pub struct Event {
 }
 
 /// Some events, in order.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct EventBatch {
     /// Who speaks.
@@ -478,6 +524,8 @@ pub struct EventBatch {
 }
 
 /// An owner's first word.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct JoinRequest {
     /// Who.
@@ -492,6 +540,8 @@ pub struct JoinRequest {
 }
 
 /// An owner is alive.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct HeartbeatRequest {
     /// Who.
@@ -506,6 +556,8 @@ pub struct HeartbeatRequest {
 }
 
 /// What an owner should free.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct HeartbeatReply {
     /// Who answers.
@@ -517,6 +569,8 @@ pub struct HeartbeatReply {
 }
 
 /// One sealed slot.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct Entry {
     /// The key.
@@ -543,6 +597,8 @@ pub struct Entry {
 }
 
 /// A batch of a segment's inventory.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct InventoryRequest {
     /// Who.
@@ -563,6 +619,8 @@ pub struct InventoryRequest {
 }
 
 /// A word per entry.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct InventoryReply {
     /// Who answers.
@@ -574,6 +632,8 @@ pub struct InventoryReply {
 }
 
 /// One sealed replica.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct CommitItem {
     /// The key.
@@ -597,6 +657,8 @@ pub struct CommitItem {
 }
 
 /// Makes replicas visible.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct CommitRequest {
     /// Who sealed them.
@@ -608,6 +670,8 @@ pub struct CommitRequest {
 }
 
 /// What became of one commit.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct CommitOutcome {
     /// 1 stored, 2 already there, 3 refused.
@@ -634,6 +698,8 @@ pub struct CommitOutcome {
 }
 
 /// An outcome per item.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct CommitReply {
     /// Who answers.
@@ -645,6 +711,8 @@ pub struct CommitReply {
 }
 
 /// A replica its owner gives up.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct Victim {
     /// The key.
@@ -656,6 +724,8 @@ pub struct Victim {
 }
 
 /// Proposes victims.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct EvictRequest {
     /// Who needs space.
@@ -670,6 +740,8 @@ pub struct EvictRequest {
 }
 
 /// One verdict.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
 pub struct EvictVerdict {
     /// 0 free it, 1 leased, 2 pinned, 3 not yet.
@@ -681,6 +753,8 @@ pub struct EvictVerdict {
 }
 
 /// A verdict per victim.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct EvictReply {
     /// Who answers.
@@ -692,6 +766,8 @@ pub struct EvictReply {
 }
 
 /// Replicas an owner has lost.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct DroppedRequest {
     /// Who.

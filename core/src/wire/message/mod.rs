@@ -10,3 +10,6 @@ pub mod rpc;
 pub mod serve;
 
 pub mod store;
+
+#[cfg(test)]
+mod tests;

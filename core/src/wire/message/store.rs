@@ -146,6 +146,8 @@ pub const HIT: u32 = 4;
 pub const STALE: u32 = 5;
 
 /// An outcome per item.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct PutReply {
     /// In the order of the items.
@@ -179,6 +181,8 @@ pub struct GetItem {
 }
 
 /// Values to fetch.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct GetRequest {
     /// The values.
@@ -193,6 +197,8 @@ pub struct GetRequest {
 }
 
 /// What became of one get.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct GetOutcome {
     /// [`HIT`], [`STALE`] or [`REFUSED`].
@@ -219,6 +225,8 @@ pub struct GetOutcome {
 }
 
 /// An outcome per item.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, PartialEq, Eq, ::prost::Message)]
 pub struct GetReply {
     /// In the order of the items.
@@ -227,6 +235,8 @@ pub struct GetReply {
 }
 
 /// Asks an owner about itself.
+///
+/// Example: `core/src/wire/message/tests.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
 pub struct FactsRequest {}
 

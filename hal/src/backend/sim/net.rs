@@ -33,6 +33,12 @@ pub struct Faults {
 }
 
 /// Whether frames keep their order.
+///
+/// ```
+/// use millpond_hal::backend::sim::{Faults, Order, SimNet};
+/// let net = SimNet::new(7, Faults { order: Order::Free, ..Faults::default() }); // frames overtake each other
+/// assert_eq!(net.lost(), 0);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// As sent.
@@ -202,6 +208,8 @@ impl fmt::Debug for SimNet {
 }
 
 /// One end of a simulated pair, before a link is made of it.
+///
+/// Example: [`SimNet`].
 #[derive(Debug)]
 pub struct SimPort {
     net: SimNet,
