@@ -40,6 +40,12 @@ const CLIENT_POOL_LEN: u64 = 16 << 20;
 const AFTER_HTTP: Duration = Duration::from_millis(500);
 
 /// Why a node cannot serve.
+///
+/// ```
+/// use millpond_node::serve::ServeError;
+/// let error = ServeError::Address { key: "node.http", source: std::io::ErrorKind::AddrInUse.into() };
+/// assert!(error.to_string().starts_with("`node.http`: "));
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError {
@@ -99,6 +105,8 @@ pub enum ServeError {
 /// A node that serves. Dropping it stops nothing: call [`Serving::drain`].
 ///
 /// `verify/tests/e2e` runs them in processes of their own.
+///
+/// Example: `core/node/src/cli/serve.rs`.
 #[derive(Debug)]
 pub struct Serving<R: Runtime> {
     node: Node<R>,

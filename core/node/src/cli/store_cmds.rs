@@ -45,6 +45,8 @@ impl Exit {
 }
 
 /// How a command writes.
+///
+/// Example: [`Output`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// For people.
@@ -54,6 +56,11 @@ pub enum Format {
 }
 
 /// A command failed.
+///
+/// ```
+/// use millpond_node::cli::store_cmds::CommandError;
+/// assert!(CommandError::TooLong { len: u64::MAX }.to_string().contains("does not fit"));
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommandError {
@@ -85,6 +92,13 @@ pub enum CommandError {
 }
 
 /// Where a command writes, and how.
+///
+/// ```
+/// use millpond_node::cli::store_cmds::{Format, Output};
+/// let mut written = Vec::new();
+/// let output = Output { writer: &mut written, format: Format::Json };
+/// assert_ne!(output.format, Format::Text);
+/// ```
 pub struct Output<'a> {
     /// Where.
     pub writer: &'a mut (dyn Write + Send),
@@ -260,6 +274,8 @@ fn missing(key: &[u8], reason: MissReason, output: &mut Output<'_>) -> Result<Ex
 }
 
 /// What a removal is to take.
+///
+/// Example: `core/node/src/cli/store.rs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selection {
     /// These keys.

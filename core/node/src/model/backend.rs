@@ -25,6 +25,12 @@ pub enum Source {
 }
 
 /// Why a model cannot be loaded.
+///
+/// ```
+/// use millpond_node::model::LoadError;
+/// let error = LoadError::Missing { path: "a.gguf".into(), script: "fetch.sh" };
+/// assert!(error.to_string().contains("use the model `toy`"));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadError {

@@ -76,6 +76,8 @@ pub struct Limits {
 ///
 /// A slice is one layer of one page, laid out as [`Layout`] says and aligned to 4 bytes. The bytes beyond the last token
 /// are never read.
+///
+/// Example: `core/node/src/model/pages.rs`.
 pub trait KvPages: Send + Sync {
     /// Pages there are.
     fn page_count(&self) -> u32;
@@ -106,11 +108,17 @@ pub trait KvPages: Send + Sync {
 }
 
 /// The owner of the pages no longer wants the result.
+///
+/// ```
+/// assert!(millpond_node::model::Interrupted.to_string().contains("was cancelled"));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("the computation was interrupted; its request was cancelled or its pages could not be loaded")]
 pub struct Interrupted;
 
 /// One request's share of a forward pass: a chunk of a prompt, or one token of an answer.
+///
+/// Example: `verify/tests/model.rs`.
 pub struct Piece<'a> {
     /// The tokens to compute, at least one.
     pub tokens: &'a [u32],
@@ -123,6 +131,12 @@ pub struct Piece<'a> {
 }
 
 /// Why a forward pass did not happen. Nothing useful was written.
+///
+/// ```
+/// use millpond_node::model::ModelError;
+/// let error = ModelError::Vocabulary { token: 9, vocabulary: 5 };
+/// assert!(error.to_string().contains("vocabulary of 5"));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ModelError {

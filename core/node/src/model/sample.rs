@@ -7,6 +7,11 @@ use millpond_core::wire::message::serve::Sampling;
 use thiserror::Error;
 
 /// A sampling parameter that makes no sense.
+///
+/// ```
+/// use millpond_node::model::sample::SamplingError;
+/// assert!(SamplingError::TopP(2.0).to_string().contains("0..=1"));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum SamplingError {

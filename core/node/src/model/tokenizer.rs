@@ -17,6 +17,11 @@ pub struct ChatMessage<'a> {
 }
 
 /// Why text cannot become tokens.
+///
+/// ```
+/// use millpond_node::model::TokenizerError;
+/// assert!(TokenizerError::EmptyChat.to_string().contains("at least one message"));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TokenizerError {
