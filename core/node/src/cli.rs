@@ -3,6 +3,7 @@
 //! A command is a file: its arguments and a `run` that writes to the [`Output`] it is given and says how it ended. Results
 //! go to standard output (`--json`: one JSON object per line), everything else to standard error.
 
+mod bench;
 mod cluster;
 mod doctor;
 mod explain;
@@ -65,6 +66,8 @@ enum Command {
     Explain(explain::Args),
     /// Look at this machine and say what will be used, and why not the rest.
     Doctor(doctor::Args),
+    /// Measure what this machine moves, between processes that are started for it.
+    Bench(bench::Args),
 }
 
 /// Reads the process's arguments and does what they say, until done or until `ended`.
@@ -117,6 +120,7 @@ async fn brief<R: Runtime>(runtime: &R, command: Command, output: &mut Output<'_
         Command::Watch(args) => store::watch(runtime, args, output).await,
         Command::Explain(args) => explain::run(runtime, args, output).await,
         Command::Doctor(args) => doctor::run(runtime, args, output).await,
+        Command::Bench(args) => Ok(bench::run(runtime, args, output).await?),
     }
 }
 

@@ -33,6 +33,9 @@ pub(super) enum Failure {
     /// A node's HTTP port.
     #[error(transparent)]
     Fetch(#[from] FetchError),
+    /// A measurement.
+    #[error(transparent)]
+    Bench(#[from] super::bench::Error),
     /// The system.
     #[error("{what}: {source}")]
     System {
