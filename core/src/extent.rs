@@ -25,7 +25,7 @@ const NONE: u32 = u32::MAX;
 /// The last even epoch: a node that reached the one after it is retired.
 const EPOCH_LAST: u32 = u32::MAX - 3;
 /// Ranges looked at in the bin that may hold a fit, before one from a larger bin is split.
-const SCAN_FIRST: u32 = 8;
+const SCAN_FIRST: u32 = 4;
 /// Ranges looked at in all before the segment is called full: with at most this many free ranges, a fit is never missed.
 pub const SCAN_MAX: u32 = 64;
 
@@ -246,7 +246,7 @@ pub struct Extents<S> {
     unit_shift: u32,
     rows: u32,
     steps: [u32; ROWS],
-    bins: [[u32; STEPS]; ROWS],
+    bins: [u32; ROWS * STEPS],
     unused_head: u32,
     unused_count: u32,
     /// The range at the end of the segment.
@@ -283,7 +283,7 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
             unit_shift,
             rows: 0,
             steps: [0; ROWS],
-            bins: [[NONE; STEPS]; ROWS],
+            bins: [NONE; ROWS * STEPS],
             unused_head,
             unused_count,
             last: NONE,
@@ -314,7 +314,8 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
         let align = u32::try_from((demand.align >> self.unit_shift).max(1)).map_err(|_| AllocateError::NoSpace)?;
         let found = self.find(units, align).ok_or(AllocateError::NoSpace)?;
         let node = self.node(found);
-        let start = if seeded::on(Bug::ExtentIgnoresAlignment) { node.offset } else { align_up(node.offset, align) };
+        let start =
+            if seeded::on(Bug::ExtentIgnoresAlignment) { node.offset } else { node.offset + pad(node.offset, align) };
         self.carve(found, start, units, demand.len)
     }
 
@@ -387,7 +388,7 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
     pub fn largest_free_len(&self) -> u64 {
         let Some(row) = self.rows.checked_ilog2() else { return 0 };
         let Some(step) = self.steps[row as usize].checked_ilog2() else { return 0 };
-        let mut at = self.bins[row as usize][step as usize];
+        let mut at = self.bins[(row << STEP_SHIFT | step) as usize];
         let mut longest = 0;
         while at != NONE {
             longest = longest.max(self.node(at).len);
@@ -436,34 +437,33 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
 
     /// A free range that fits `units` at a multiple of `align`.
     fn find(&self, units: u32, align: u32) -> Option<u32> {
-        let (row, step) = bin_of(units);
-        if let Some(index) = self.scan_bin((row, step), (units, align), &mut { SCAN_FIRST }) {
+        let bin = bin_of(units);
+        if let Some(index) = self.scan_bin(bin, (units, align), &mut { SCAN_FIRST }) {
             return Some(index);
         }
-        let sure = units.checked_add(align - 1).map(bin_of).and_then(|(row, step)| self.bin_above(row, step));
-        if let Some((row, step)) = sure {
-            return Some(self.bins[row as usize][step as usize]);
+        let sure = units.checked_add(align - 1).map(bin_of).and_then(|bin| self.bin_above(bin));
+        if let Some(bin) = sure {
+            return Some(self.bins[bin as usize]);
         }
         // Nothing surely fits: look closer at the bins that might, before the segment is called full.
-        let mut bin = Some((row, step));
+        let mut bin = Some(bin);
         let mut budget = SCAN_MAX;
-        while let (Some((row, step)), true) = (bin, budget > 0) {
-            if let Some(index) = self.scan_bin((row, step), (units, align), &mut budget) {
+        while let (Some(here), true) = (bin, budget > 0) {
+            if let Some(index) = self.scan_bin(here, (units, align), &mut budget) {
                 return Some(index);
             }
-            bin = self.bin_above(row, step);
+            bin = self.bin_above(here);
         }
         None
     }
 
     /// The first range of a bin that fits; looks at no more than `budget` ranges and takes them off it.
-    fn scan_bin(&self, (row, step): (u32, u32), (units, align): (u32, u32), budget: &mut u32) -> Option<u32> {
-        let mut at = self.bins[row as usize][step as usize];
+    fn scan_bin(&self, bin: u32, (units, align): (u32, u32), budget: &mut u32) -> Option<u32> {
+        let mut at = self.bins[bin as usize];
         while at != NONE && *budget > 0 {
             *budget -= 1;
             let node = self.node(at);
-            let pad = align_up(node.offset, align).checked_sub(node.offset);
-            if pad.and_then(|pad| node.len.checked_sub(pad)).is_some_and(|len| len >= units) {
+            if node.len.checked_sub(pad(node.offset, align)).is_some_and(|len| len >= units) {
                 return Some(at);
             }
             at = node.bin_next;
@@ -471,15 +471,17 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
         None
     }
 
-    /// The lowest bin with a range in it whose ranges are all longer than any of bin (`row`, `step`).
-    fn bin_above(&self, row: u32, step: u32) -> Option<(u32, u32)> {
-        let here = self.steps[row as usize] & u32::MAX.checked_shl(step + 1).unwrap_or(0);
+    /// The lowest bin with a range in it whose ranges are all longer than any of `bin`.
+    fn bin_above(&self, bin: u32) -> Option<u32> {
+        let (row, step) = (bin >> STEP_SHIFT, bin & STEP_MASK);
+        // Two shifts: by 1 to 32 in all.
+        let here = self.steps[row as usize] & (u32::MAX << step << 1);
         if here != 0 {
-            return Some((row, here.trailing_zeros()));
+            return Some(row << STEP_SHIFT | here.trailing_zeros());
         }
-        let rows = self.rows & u32::MAX.checked_shl(row + 1).unwrap_or(0);
+        let rows = self.rows & (u32::MAX << row << 1);
         let row = (rows != 0).then(|| rows.trailing_zeros())?;
-        Some((row, self.steps[row as usize].trailing_zeros()))
+        Some(row << STEP_SHIFT | self.steps[row as usize].trailing_zeros())
     }
 
     /// Cuts `units` at `start` out of the free range `found`; what is before and after stays free.
@@ -562,15 +564,18 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
         before
     }
 
+    // The two below touch the lists of whoever calls at random: written without branches on what cannot be foretold. Where
+    // there is no neighbour, the node itself is written instead, in a field that the next lines or nobody will read.
+    // Which neighbours there are in a bin is anybody's guess, so the two below do not branch on it: where there is none, the
+    // node itself is written instead, in a field that nobody reads before it is written again.
     fn bin_insert(&mut self, index: u32) {
-        let (row, step) = bin_of(self.node(index).len);
-        let head = self.bins[row as usize][step as usize];
+        let bin = bin_of(self.node(index).len);
+        let head = core::mem::replace(&mut self.bins[bin as usize], index);
         let node = self.node_mut(index);
         (node.bin_prev, node.bin_next) = (NONE, head);
-        if head != NONE {
-            self.node_mut(head).bin_prev = index;
-        }
-        self.bins[row as usize][step as usize] = index;
+        let (after, before) = if head == NONE { (index, NONE) } else { (head, index) };
+        self.node_mut(after).bin_prev = before;
+        let (row, step) = (bin >> STEP_SHIFT, bin & STEP_MASK);
         self.steps[row as usize] |= 1 << step;
         self.rows |= 1 << row;
         self.free_count += 1;
@@ -578,21 +583,16 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
 
     fn bin_remove(&mut self, index: u32) {
         let node = self.node(index);
-        let (prev, next, (row, step)) = (node.bin_prev, node.bin_next, bin_of(node.len));
-        if next != NONE {
-            self.node_mut(next).bin_prev = prev;
-        }
-        if prev != NONE {
-            self.node_mut(prev).bin_next = next;
-        } else {
-            self.bins[row as usize][step as usize] = next;
-            if next == NONE {
-                self.steps[row as usize] &= !(1 << step);
-                if self.steps[row as usize] == 0 {
-                    self.rows &= !(1 << row);
-                }
-            }
-        }
+        let (prev, next, bin) = (node.bin_prev, node.bin_next, bin_of(node.len));
+        self.node_mut(if next == NONE { index } else { next }).bin_prev = prev;
+        self.node_mut(if prev == NONE { index } else { prev }).bin_next = next;
+        let head = &mut self.bins[bin as usize];
+        *head = if prev == NONE { next } else { *head };
+        let is_empty = *head == NONE;
+        let (row, step) = (bin >> STEP_SHIFT, bin & STEP_MASK);
+        let steps = &mut self.steps[row as usize];
+        *steps &= !(u32::from(is_empty) << step);
+        self.rows &= !(u32::from(*steps == 0) << row);
         self.free_count -= 1;
     }
 
@@ -608,7 +608,7 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
     fn give_node(&mut self, index: u32) {
         let head = self.unused_head;
         let node = self.node_mut(index);
-        *node = Node { epoch: node.epoch, bin_next: head, ..Node::EMPTY };
+        node.bin_next = head;
         if node.epoch <= EPOCH_LAST {
             self.unused_head = index;
             self.unused_count += 1;
@@ -616,20 +616,17 @@ impl<S: AsRef<[Node]> + AsMut<[Node]>> Extents<S> {
     }
 }
 
-/// Row and step of the bin that holds free ranges of `units` units.
-const fn bin_of(units: u32) -> (u32, u32) {
-    match units.checked_ilog2() {
-        Some(log) if log >= STEP_SHIFT => (log - STEP_SHIFT + 1, (units >> (log - STEP_SHIFT)) & STEP_MASK),
-        _ => (0, units),
-    }
+/// The bin that holds free ranges of `units` units: row and step in one number.
+const fn bin_of(units: u32) -> u32 {
+    let row = (units | STEP_MASK).ilog2() - (STEP_SHIFT - 1);
+    // Lengths of row 0 are their own steps; from row 1 on, the bits below the leading one are.
+    let step = (units >> row.saturating_sub(1)) & STEP_MASK;
+    row << STEP_SHIFT | step
 }
 
-/// `offset` rounded up to a multiple of `align`, a power of two; saturates.
-const fn align_up(offset: u32, align: u32) -> u32 {
-    match offset.checked_add(align - 1) {
-        Some(sum) => sum & !(align - 1),
-        None => u32::MAX,
-    }
+/// Units from `offset` to the next multiple of `align`, a power of two.
+const fn pad(offset: u32, align: u32) -> u32 {
+    offset.wrapping_neg() & (align - 1)
 }
 
 #[cfg(test)]

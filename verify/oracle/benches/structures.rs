@@ -21,7 +21,8 @@ impl Random {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
-        usize::try_from(self.0 % u64::try_from(limit).unwrap()).unwrap()
+        // No division: it would cost as much as what is measured.
+        usize::try_from((u128::from(self.0) * u128::try_from(limit).unwrap()) >> 64).unwrap()
     }
 }
 
@@ -31,7 +32,7 @@ const PAGES: usize = 5_000;
 fn pages(criterion: &mut Criterion) {
     let mut pages = Pages::new(vec![Page::EMPTY; PAGES].into_boxed_slice());
     let mut live: Vec<Handle> = (0..PAGES * 9 / 10).map(|_| pages.allocate().unwrap()).collect();
-    let mut random = Random(1);
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
     criterion.bench_function("page/allocate+free", |bencher| {
         bencher.iter(|| {
             let index = random.below(live.len());
@@ -58,7 +59,7 @@ fn lengths(name: &str, random: &mut Random) -> Vec<u64> {
 /// Frees one live range at random and allocates one, with nine tenths of the segment in use.
 fn extents(criterion: &mut Criterion) {
     for name in ["equal", "mixed"] {
-        let mut random = Random(2);
+        let mut random = Random(0xbf58_476d_1ce4_e5b9);
         let lengths = lengths(name, &mut random);
         let mut group = criterion.benchmark_group(format!("extent/{name}"));
 
@@ -80,7 +81,7 @@ fn extents(criterion: &mut Criterion) {
             });
         });
 
-        let mut random = Random(2);
+        let mut random = Random(0xbf58_476d_1ce4_e5b9);
         let units = |len: u64| u32::try_from(len.div_ceil(u64::from(UNIT))).unwrap();
         let mut other: offset_allocator::Allocator =
             offset_allocator::Allocator::with_max_allocs(units(SEGMENT_LEN), 1 << 16);
@@ -143,7 +144,7 @@ fn prefixes(criterion: &mut Criterion) {
     };
     let halves: Vec<Vec<BlockName>> = chains.iter().map(parting).collect();
     for (name, queries) in [("whole", &chains), ("half", &halves)] {
-        let mut random = Random(3);
+        let mut random = Random(0x94d0_49bb_1331_11eb);
         let mut group = criterion.benchmark_group(format!("prefix/longest match of 24 in 200,000, {name}"));
         group.bench_function("millpond", |bencher| {
             bencher.iter_batched(
