@@ -8,3 +8,23 @@ mod runtime;
 
 pub use net::{Readable, TcpListener, TcpStream};
 pub use runtime::{Smol, run};
+
+/// The binary: reads the process's arguments and does what they say; see `millpond_node::cli`.
+///
+/// It lives in the library so that what is generic over the runtime is compiled for smol once, and tests that link it share that.
+#[must_use]
+pub fn main() -> std::process::ExitCode {
+    let ending = run(|runtime| async move {
+        match runtime.terminated() {
+            Ok(ended) => Ok(millpond_node::cli::run(runtime, ended).await),
+            Err(error) => Err(error),
+        }
+    });
+    match ending.and_then(|ending| ending) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("millpond: the system gives no runtime: {error}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}

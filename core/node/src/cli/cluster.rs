@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
 use rustix::process::{Pid, getuid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
@@ -154,7 +155,7 @@ impl Cluster {
     pub(super) fn find() -> Result<Self, ClusterError> {
         let path = path();
         let cluster = Self::parse(&path)?;
-        let is_alive = Pid::from_raw(cluster.pid).is_some_and(|pid| test_kill_process(pid).is_ok());
+        let is_alive = Pid::from_raw(cluster.pid).is_some_and(|pid| test_kill_process(pid) != Err(Errno::SRCH));
         if !is_alive {
             return Err(ClusterError::Gone { path: path.display().to_string(), pid: cluster.pid });
         }

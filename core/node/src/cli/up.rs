@@ -14,6 +14,8 @@ use std::sync::Arc;
 use futures::future::{Either, join_all, select};
 use futures::stream::{FuturesUnordered, StreamExt};
 use millpond_core::time::Duration;
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 use serde_json::{Value, json};
 
 use super::cluster::{self, Cluster};
@@ -91,9 +93,15 @@ pub(super) async fn run<R: Runtime>(
     let ending = match ended.or_stopped(crew.start()).await {
         Ok(Ok(())) => {
             let cluster = crew.cluster(args.http);
-            cluster.write()?;
-            let ending = match ended.or_stopped(greet(runtime, &args, &source, &card, output)).await {
-                Ok(Ok(())) => crew.watch(ended).await,
+            let greeting = async {
+                cluster.write()?;
+                greet(runtime, &args, &source, &card, output).await
+            };
+            let ending = match ended.or_stopped(greeting).await {
+                Ok(Ok(())) => {
+                    crew.watch(ended).await;
+                    Ok(())
+                }
                 Ok(Err(failure)) => Err(failure),
                 Err(_) => Ok(()),
             };
@@ -154,9 +162,22 @@ impl Folder {
     fn new() -> Result<Self, Failure> {
         let base = cluster::run_dir();
         cluster::private_dir(&base)?;
+        sweep(&base);
         let dir = base.join(format!("up-{}", std::process::id()));
         cluster::private_dir(&dir)?;
         Ok(Self(dir))
+    }
+}
+
+/// Removes what runs that were killed left behind.
+fn sweep(base: &Path) {
+    for entry in std::fs::read_dir(base).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let pid = name.to_str().and_then(|name| name.strip_prefix("up-")?.parse().ok()).and_then(Pid::from_raw);
+        if pid.is_some_and(|pid| test_kill_process(pid) == Err(Errno::SRCH)) {
+            // Another run may be sweeping, too.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
     }
 }
 
@@ -177,7 +198,7 @@ fn key(data: Option<&Path>) -> Result<String, Failure> {
     getrandom::fill(&mut bytes).map_err(|error| Failure::Said(format!("the system gives no random bytes: {error}")))?;
     let key: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     if let (Some(data), Some(file)) = (data, &file) {
-        cluster::private_dir(data)?;
+        std::fs::create_dir_all(data).map_err(Failure::system(data.display().to_string()))?;
         cluster::private_file(file, &key)?;
     }
     Ok(key)
@@ -248,11 +269,10 @@ impl<R: Runtime> Crew<R> {
     }
 
     /// Starts again whoever dies, until `ended`.
-    async fn watch(&mut self, ended: &Stop) -> Result<(), Failure> {
+    async fn watch(&mut self, ended: &Stop) {
         let keepers: FuturesUnordered<_> =
             self.members.iter_mut().map(|member| keep(&self.runtime, member, ended)).collect();
-        keepers.collect::<Vec<_>>().await;
-        Ok(())
+        keepers.collect::<()>().await;
     }
 
     /// Ends all, the last one started first.
