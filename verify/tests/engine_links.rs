@@ -276,3 +276,32 @@ fn threads_share_one_engine_and_a_cancelled_transfer_ends() {
         assert!(pair.here.submit(batch).unwrap().await.is_done(), "a cancel disturbed what came after it");
     });
 }
+
+/// A transfer that is polled drives its engine in passing, and so takes over from a driver that sleeps. When it is over,
+/// peers must be able to wake that driver again: without, the next one waits until something else happens here.
+#[test]
+fn a_driver_that_sleeps_is_woken_after_somebody_drove_in_passing() {
+    run(|runtime| async move {
+        // Long enough that a polled transfer ends while it drives.
+        let pair = pair(runtime.clone(), 90, |options| options.spin = Duration::from_millis(20)).await;
+        let side = |engine: &Engine<Tokio>| {
+            let region = engine.allocate(8192, Backing::Memfd).unwrap();
+            let grant = engine.grant_write(vec![region.carve(0, 4096).unwrap()]).unwrap();
+            (grant, filled(&region, 4096, &pattern(1, 4096)))
+        };
+        let ((at_here, from_here), (at_there, from_there)) = (side(&pair.here), side(&pair.there));
+        let to_there = pair.here.attach(&pair.to_there, &at_there.token()).unwrap();
+        let to_here = pair.there.attach(&pair.to_here, &at_here.token()).unwrap();
+        for round in 0..60 {
+            for (engine, source, target) in [(&pair.here, &from_here, &to_there), (&pair.there, &from_there, &to_here)]
+            {
+                let batch = Batch::new().via(Via::Shm).write(source.clone(), target.whole());
+                let transfer = engine.submit(batch).unwrap();
+                let done = tokio::time::timeout(std::time::Duration::from_secs(2), transfer).await;
+                done.unwrap_or_else(|_| panic!("round {round}: nobody woke up")).into_done().unwrap();
+                // Both drivers fall asleep now and then.
+                runtime.sleep(Duration::from_millis(if round % 2 == 0 { 0 } else { 25 })).await;
+            }
+        }
+    });
+}

@@ -35,6 +35,8 @@ pub(super) struct Core {
     timers: Mutex<Timers>,
     driver: AtomicWaker,
     kicked: AtomicBool,
+    /// Until when the driver sleeps on what it armed, in nanoseconds; 0 while it is awake. Changed under the progress lock.
+    asleep_until: AtomicU64,
     is_shut_down: AtomicBool,
     next_transfer: AtomicU64,
     /// Batches accepted and not ended.
@@ -92,6 +94,7 @@ impl Core {
             timers: Mutex::default(),
             driver: AtomicWaker::new(),
             kicked: AtomicBool::new(false),
+            asleep_until: AtomicU64::new(0),
             is_shut_down: AtomicBool::new(false),
             next_transfer: AtomicU64::new(1),
             open: AtomicU32::new(0),
@@ -125,8 +128,35 @@ impl Core {
         Some(worked)
     }
 
-    /// Arms the fabric for a sleep.
+    /// Arms the fabric for a caller's sleep.
     pub(super) fn arm(&self) -> Armed {
+        self.arm_noting(|_| {})
+    }
+
+    /// Arms the fabric for the driver's sleep, and notes how long it will be.
+    pub(super) fn arm_driver(&self, timer: Instant) -> Armed {
+        self.arm_noting(|until| self.asleep_until.store(until.min(timer).as_nanos().max(1), Ordering::Relaxed))
+    }
+
+    /// The driver does not sleep any more.
+    pub(super) fn wake_driver(&self) {
+        self.asleep_until.store(0, Ordering::Relaxed);
+    }
+
+    /// Arms the fabric again for a driver that sleeps: the turns of others disarmed it, and whoever made the last of them
+    /// leaves. What peers do from now on would wake nobody otherwise.
+    pub(super) fn rearm_driver(&self) {
+        let is_asleep = || self.asleep_until.load(Ordering::Relaxed);
+        if is_asleep() == 0 {
+            return;
+        }
+        match self.arm() {
+            Armed::Until(until) if until.as_nanos() >= is_asleep() => {}
+            _ => self.kick(),
+        }
+    }
+
+    fn arm_noting(&self, note: impl FnOnce(Instant)) -> Armed {
         let Some(mut shard) = self.desk.try_lock() else { return Armed::Now };
         self.grant_wishes(&mut shard);
         let now = boot_time();
@@ -134,7 +164,9 @@ impl Core {
             FabricWake::Now => Armed::Now,
             FabricWake::Within(within) => {
                 let own = within.map_or(Instant::NEVER, |span| now + span);
-                Armed::Until(own.min(shard.next_tick()))
+                let until = own.min(shard.next_tick());
+                note(until);
+                Armed::Until(until)
             }
         };
         self.release(shard);

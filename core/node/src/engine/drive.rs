@@ -127,6 +127,8 @@ impl Drop for Here<'_> {
             }
         } else if core.open_transfers() > 0 {
             core.kick(); // somebody else's transfers are under way
+        } else {
+            core.rearm_driver();
         }
     }
 }
@@ -191,10 +193,13 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
         if readiness.is_none() {
             readiness = watch(&runtime, &core);
         }
-        match core.arm() {
+        match core.arm_driver(next_timer) {
             // Somebody else is at it, or there is work at once.
             Armed::Now => yield_now().await,
-            Armed::Until(until) => sleep(&runtime, &core, readiness.as_ref(), until.min(next_timer)).await,
+            Armed::Until(until) => {
+                sleep(&runtime, &core, readiness.as_ref(), until.min(next_timer)).await;
+                core.wake_driver();
+            }
         }
     }
 }

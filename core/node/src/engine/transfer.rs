@@ -402,6 +402,9 @@ impl Future for Transfer {
         }
         let mut state = self.shared.state.lock();
         if let Some(report) = state.report.take() {
+            drop(state);
+            self.spin_end = None;
+            self.shared.core.rearm_driver();
             return Poll::Ready(report);
         }
         assert!(!self.is_over(), "a transfer was polled after it had given its report");
@@ -425,6 +428,8 @@ impl Drop for Transfer {
     fn drop(&mut self) {
         if !self.is_over() {
             self.shared.core.kick();
+        } else if self.spin_end.is_some() {
+            self.shared.core.rearm_driver();
         }
     }
 }
