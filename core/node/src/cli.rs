@@ -100,7 +100,7 @@ pub async fn run<R: Runtime>(runtime: R, ended: Stop) -> ExitCode {
         Ok(exit) => exit.code().into(),
         Err(failure) => {
             eprintln!("millpond: {failure}");
-            ExitCode::FAILURE
+            if matches!(failure, Failure::Usage(_)) { USAGE.into() } else { ExitCode::FAILURE }
         }
     }
 }
@@ -126,17 +126,26 @@ async fn brief<R: Runtime>(runtime: &R, command: Command, output: &mut Output<'_
 
 /// Logs to standard error as `MILLPOND_LOG` says.
 fn log(is_service: bool) -> Result<(), String> {
-    use tracing_subscriber::filter::Targets;
+    use tracing_subscriber::filter::{LevelFilter, Targets};
     use tracing_subscriber::fmt;
     use tracing_subscriber::layer::SubscriberExt;
     use tracing_subscriber::util::SubscriberInitExt;
 
-    let wanted = std::env::var("MILLPOND_LOG").ok().filter(|text| !text.is_empty());
-    let default = if is_service { "info" } else { "warn" };
-    let text = wanted.as_deref().unwrap_or(default);
-    let targets: Targets = text.parse().map_err(|error| {
-        format!("MILLPOND_LOG={text}: {error}; use error, warn, info, debug or module=level, separated by commas")
-    })?;
+    let text = std::env::var("MILLPOND_LOG").unwrap_or_default();
+    let wrong = |what: &str| {
+        format!("MILLPOND_LOG={text}: {what}; use error, warn, info, debug or module=level, separated by commas")
+    };
+    let mut default = if is_service { LevelFilter::INFO } else { LevelFilter::WARN };
+    let mut modules = Vec::new();
+    for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+        let (module, level) = part.split_once('=').map_or((None, part), |(module, level)| (Some(module), level));
+        let level = level.parse().map_err(|_| wrong(&format!("{level:?} is no level")))?;
+        match module {
+            Some(module) => modules.push((module.to_owned(), level)),
+            None => default = level,
+        }
+    }
+    let targets = Targets::new().with_default(default).with_targets(modules);
     let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(false);
     // A process that embeds us may have set up its own.
     let _ = tracing_subscriber::registry().with(lines).with(targets).try_init();

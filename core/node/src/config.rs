@@ -133,6 +133,7 @@ pub struct Config {
     /// The router role.
     pub router: Option<Router>,
     settings: Vec<Setting>,
+    unknown_variables: Vec<(String, String)>,
 }
 
 /// What every node has.
@@ -257,7 +258,10 @@ impl Config {
     pub fn read(path: &std::path::Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| ConfigError::File { path: path.display().to_string(), error })?;
-        Self::parse(&text, |name| std::env::var(name).ok())
+        let mut config = Self::parse(&text, |name| std::env::var(name).ok())?;
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        config.unknown_variables = settings::unknown_variables(names, &config.settings);
+        Ok(config)
     }
 
     /// Reads TOML, with `environment` over it.
@@ -271,7 +275,7 @@ impl Config {
         let directory = reader.text("directory.address", "")?.0;
         let has_store = reader.section("store");
         let store = Store {
-            size: reader.parsed("store.size", "1GiB", parse_size)?,
+            size: reader.size("store.size", "1GiB")?,
             hosts_directory: reader.flag("store.directory", Value::Flag(false))?,
         };
         reader.section("model");
@@ -282,12 +286,12 @@ impl Config {
         };
         let has_prefill = reader.section("prefill");
         let prefill = Prefill {
-            memory: reader.parsed("prefill.memory", "256MiB", parse_size)?,
+            memory: reader.size("prefill.memory", "256MiB")?,
             waiting_max: reader.integer("prefill.waiting_max", 256, 0..=65_536)?,
         };
         let has_decode = reader.section("decode");
         let decode = Decode {
-            memory: reader.parsed("decode.memory", "512MiB", parse_size)?,
+            memory: reader.size("decode.memory", "512MiB")?,
             batch_max: reader.integer("decode.batch_max", 64, 1..=4_096)?,
             waiting_max: reader.integer("decode.waiting_max", 256, 0..=65_536)?,
         };
@@ -308,6 +312,7 @@ impl Config {
             decode: has_decode.then_some(decode),
             router: has_router.then_some(router),
             settings: reader.finish()?,
+            unknown_variables: Vec::new(),
         };
         config.check()?;
         if config.node.name.is_empty() {
@@ -349,6 +354,13 @@ impl Config {
             ("router", self.router.is_some()),
         ];
         roles.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect()
+    }
+
+    /// Variables of the environment that look like settings and are none, and the nearest that is one. They are no error:
+    /// an orchestrator may set such names for purposes of its own.
+    #[must_use]
+    pub fn unknown_variables(&self) -> &[(String, String)] {
+        &self.unknown_variables
     }
 
     /// Every setting that is in force and where it came from.
@@ -408,6 +420,9 @@ fn to_usize(value: u64) -> usize {
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
+    if number.is_empty() {
+        return Err(format!("{text:?} is no size; write it like 4096, 4KiB or 1.5MiB"));
+    }
     let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "k" | "kib" => 1 << 10,
@@ -488,7 +503,13 @@ mod tests {
     fn wrong_types_and_values_say_what_is_wanted_and_where() {
         assert_eq!(error("[node]\nname = 3"), "`node.name` (line 2) must be a string");
         assert!(error("[decode]\nbatch_max = 0").contains("`decode.batch_max` (line 2): 0 is not from 1"));
-        assert!(error("[store]\nsize = \"lots\"").contains("\"lots\" is no unit"));
+        assert!(error("[store]\nsize = \"lots\"").contains("\"lots\" is no size"));
+        assert!(error("[store]\nsize = \"4lots\"").contains("\"lots\" is no unit"));
+        assert!(error("[store]\nsize = true").contains("4KiB"));
+        assert_eq!(
+            Config::parse("[store]\nsize = 4096\ndirectory = true", |_| None).unwrap().store.unwrap().size,
+            4096
+        );
         assert!(error("[node]\nlisten = \"here\"\n[decode]").contains("no address"));
         assert!(error("[decode]\nbatch_max = -1").contains("a whole number from 0"));
     }

@@ -9,6 +9,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,6 +20,8 @@ use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::hello::{HostIdentity, Identity, KvLayout, Purpose, Refusal};
 use millpond_core::wire::session::{Key, Peer as Met};
 use parking_lot::Mutex;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use crate::engine::Engine;
 use crate::metrics::Registry;
@@ -28,6 +31,8 @@ use crate::session::{self, Acceptor, Credentials, Lane, Session, Target};
 
 /// File in a node's data directory that holds its last incarnation.
 const INCARNATION_FILE: &str = "incarnation";
+/// File in a node's data directory that its process holds locked.
+const LOCK_FILE: &str = "lock";
 
 /// The sessions' part of a drain, at least: their calls are told to end even if the roles used the time up.
 const SESSIONS_SPAN_MIN: Duration = Duration::from_millis(500);
@@ -52,6 +57,22 @@ pub fn identity(name: &str, data: Option<&Path>) -> Result<Identity, NodeError> 
         std::fs::rename(&fresh, &file).map_err(failed)?;
     }
     Ok(Identity { node: Identity::id_of(name), incarnation, host: host() })
+}
+
+/// Makes the data directory if it is not there, and keeps other processes out of it until the lock is dropped.
+///
+/// # Errors
+/// It cannot be written, or another process has it.
+pub fn claim(data: &Path) -> Result<OwnedFd, NodeError> {
+    let failed = |source| NodeError::Data { path: data.to_path_buf(), source };
+    std::fs::create_dir_all(data).map_err(failed)?;
+    let options = std::fs::OpenOptions::new().create(true).truncate(false).write(true).clone();
+    let file = options.open(data.join(LOCK_FILE)).map_err(failed)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file.into()),
+        Err(Errno::WOULDBLOCK) => Err(NodeError::InUse { path: data.to_path_buf() }),
+        Err(error) => Err(failed(error.into())),
+    }
 }
 
 /// Which host this process runs on, as far as sharing memory is concerned; [`HostIdentity::UNKNOWN`] if it cannot be told.
@@ -90,6 +111,12 @@ pub enum NodeError {
         address: SocketAddr,
         /// The system's answer.
         source: io::Error,
+    },
+    /// Another process uses its data directory.
+    #[error("{path} is in use by another process; end it, or set `node.data` to a directory of its own", path = path.display())]
+    InUse {
+        /// The directory.
+        path: PathBuf,
     },
     /// Its data directory cannot be used.
     #[error("cannot use {path}: {source}; set `node.data` to a directory that can be written", path = path.display())]
@@ -436,6 +463,17 @@ mod tests {
         assert_ne!(first.node, identity("store-1", None).unwrap().node);
         assert!(first.incarnation < second.incarnation && second.incarnation < third.incarnation);
         assert!(first.host.is_same_host(&host()), "this is Linux with /proc");
+    }
+
+    #[test]
+    fn a_data_directory_has_one_user_at_a_time() {
+        let data = std::env::temp_dir().join(format!("millpond-claim-{}", std::process::id()));
+        let first = claim(&data).unwrap();
+        let second = claim(&data).unwrap_err();
+        assert!(second.to_string().contains("in use"), "{second}");
+        drop(first);
+        claim(&data).unwrap();
+        std::fs::remove_dir_all(&data).unwrap();
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod counts;
 mod named;
 
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use millpond_core::time::Duration;
@@ -27,7 +28,7 @@ use crate::node::{self, Drained, Node, NodeError};
 use crate::prefill::{self, Prefill};
 use crate::router::{self, LineLimits, Router, RouterLimits};
 use crate::rpc;
-use crate::runtime::{Runtime, Stop, blocking};
+use crate::runtime::{Runtime, Stop, blocking, within};
 use crate::session::{SessionError, Target};
 use crate::store::{Place, RoleError, StoreConfig, StoreRole};
 
@@ -38,6 +39,9 @@ use named::Named;
 const CLIENT_POOL_LEN: u64 = 16 << 20;
 /// The end of a node is bounded by its configuration; running HTTP requests get this much less, for the rest.
 const AFTER_HTTP: Duration = Duration::from_millis(500);
+
+/// Of that, what is left for telling those who still wait that they have to go.
+const FAREWELL: Duration = Duration::from_millis(200);
 
 /// Why a node cannot serve.
 ///
@@ -62,7 +66,7 @@ pub enum ServeError {
     #[error(transparent)]
     Model(#[from] LoadError),
     /// Pages of KV.
-    #[error("no memory for KV: {0}; lower `prefill.memory` and `decode.memory`")]
+    #[error("memory for KV (`prefill.memory`, `decode.memory`): {0}")]
     Pool(#[from] PoolError),
     /// Memory for the store's client.
     #[error("no memory for values on their way: {0}")]
@@ -113,6 +117,8 @@ pub struct Serving<R: Runtime> {
     engine: Engine<R>,
     address: String,
     http: SocketAddr,
+    /// Keeps other processes out of its data directory.
+    _data: Option<OwnedFd>,
 }
 
 impl<R: Runtime> Serving<R> {
@@ -121,6 +127,7 @@ impl<R: Runtime> Serving<R> {
     /// # Errors
     /// [`ServeError`]; what was started is ended again.
     pub async fn start(runtime: &R, config: &Config) -> Result<Self, ServeError> {
+        let data = config.node.data.as_deref().map(node::claim).transpose()?;
         let identity = node::identity(&config.node.name, config.node.data.as_deref())?;
         let key = (!config.node.key.is_empty()).then(|| Key::new(config.node.key.as_bytes()));
         let mut options = node::Options::new(identity);
@@ -135,7 +142,7 @@ impl<R: Runtime> Serving<R> {
         let engine = start_engine(&node, config)?;
         let (at, own) = (address.clone(), engine.clone());
         match (Composer { node: node.clone(), engine: own, address: at, config }).open().await {
-            Ok(http) => Ok(Self { node, engine, address, http }),
+            Ok(http) => Ok(Self { node, engine, address, http, _data: data }),
             Err(error) => {
                 node.drain().await;
                 engine.shut_down().await;
@@ -217,7 +224,7 @@ impl<R: Runtime> Composer<'_, R> {
             Some(router) => Arc::new(Api::new(Arc::new(router.clone()), pages)),
             None => Arc::new(pages),
         };
-        self.http(handler).await
+        self.http(handler, router).await
     }
 
     fn store(&self) -> Result<Option<StoreRole<R>>, ServeError> {
@@ -338,15 +345,19 @@ impl<R: Runtime> Composer<'_, R> {
         Pages::new(role).with_metrics(move || counts.text()).with_ready(is_ready).with_explain(explain)
     }
 
-    async fn http(&self, handler: Arc<dyn Handler>) -> Result<SocketAddr, ServeError> {
+    async fn http(&self, handler: Arc<dyn Handler>, router: Option<Router>) -> Result<SocketAddr, ServeError> {
         let drain_max = (self.config.node.drain - AFTER_HTTP).max(Duration::from_millis(100));
         let limits = http::Limits { drain_max, ..http::Limits::default() };
         let (stop, wanted) = (Stop::new(), self.config.node.http);
         let listening = http::start(self.node.runtime(), wanted, handler, limits, &stop).await;
-        let (address, serving) = listening.map_err(|source| ServeError::Http { address: wanted, source })?;
+        let (address, mut serving) = listening.map_err(|source| ServeError::Http { address: wanted, source })?;
+        let runtime = self.node.runtime().clone();
         self.node.at_end("http", async move {
             stop.stop();
-            serving.await;
+            let Err(_) = within(&runtime, drain_max - FAREWELL, &mut serving).await else { return };
+            let count = router.map_or(0, |router| router.abandon());
+            tracing::warn!(count, "requests were ended by the end of the node");
+            runtime.sleep(FAREWELL).await;
         });
         Ok(address)
     }

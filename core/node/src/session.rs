@@ -458,8 +458,8 @@ impl Acceptor {
                 acceptor.finish(place);
                 match met {
                     Ok(Ok(session)) => on_session(session),
-                    Ok(Err(error)) => tracing::info!(%error, "connection turned away"),
-                    Err(_) => tracing::info!(peer = %address, "hello given up for newer connections, or to stop"),
+                    Ok(Err(error)) => tracing::debug!(%error, "connection turned away"),
+                    Err(_) => tracing::debug!(peer = %address, "hello given up for newer connections, or to stop"),
                 }
             });
         }

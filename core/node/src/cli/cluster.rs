@@ -15,14 +15,14 @@ use serde::{Deserialize, Serialize};
 use crate::session::{SessionError, Target};
 
 /// Names another cluster file.
-const VARIABLE: &str = "MILLPOND_CLUSTER";
+pub(super) const VARIABLE: &str = "MILLPOND_CLUSTER";
 
 /// Where to find the cluster.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(super) struct At {
     /// The node with the store's directory, host:port, instead of the cluster that `up` started.
-    #[arg(long, value_name = "HOST:PORT")]
-    pub(super) node: Option<String>,
+    #[arg(long, value_name = "HOST:PORT", value_parser = target)]
+    pub(super) node: Option<Target>,
     /// The cluster's key; only with --node. Better in the environment than in the list of processes.
     #[arg(
         id = "cluster-key",
@@ -33,6 +33,10 @@ pub(super) struct At {
         default_value = ""
     )]
     pub(super) key: String,
+}
+
+fn target(text: &str) -> Result<Target, String> {
+    Target::parse(text).map_err(|error| error.to_string())
 }
 
 /// A cluster on this machine.
@@ -68,12 +72,12 @@ pub(super) enum ClusterError {
     None { path: String },
     #[error("the cluster of {path} is gone (process {pid} ended); start one with `millpond up`")]
     Gone { path: String, pid: i32 },
-    #[error("{path} is unusable: {reason}; remove it and start `millpond up` again")]
+    #[error("{path} cannot be used ({reason}); set XDG_RUNTIME_DIR, MILLPOND_CLUSTER or --data to a place of your own")]
     Unusable { path: String, reason: String },
     #[error("the cluster was started with --no-store; there is nothing to put into or get from")]
     NoStore,
-    #[error("--node: {0}")]
-    Node(#[from] SessionError),
+    #[error("the cluster's directory: {0}")]
+    Directory(#[from] SessionError),
 }
 
 /// The folder of this user's running clusters: in the runtime directory if there is one, else under /tmp.
@@ -86,7 +90,8 @@ pub(super) fn run_dir() -> PathBuf {
 
 /// Where the file lies: `MILLPOND_CLUSTER`, or the user's runtime directory.
 fn path() -> PathBuf {
-    std::env::var_os(VARIABLE).map_or_else(|| run_dir().join("cluster.json"), PathBuf::from)
+    let named = std::env::var_os(VARIABLE).filter(|path| !path.is_empty());
+    named.map_or_else(|| run_dir().join("cluster.json"), PathBuf::from)
 }
 
 fn unusable(path: &Path, reason: impl ToString) -> ClusterError {
@@ -167,7 +172,7 @@ impl At {
     /// The directory to talk to, and the cluster's key.
     pub(super) fn directory(&self) -> Result<(Target, String), ClusterError> {
         if let Some(node) = &self.node {
-            return Ok((Target::parse(node)?, self.key.clone()));
+            return Ok((node.clone(), self.key.clone()));
         }
         let cluster = Cluster::find()?;
         if cluster.directory.is_empty() {

@@ -13,15 +13,26 @@ use crate::runtime::Runtime;
 
 const PATIENCE: Duration = Duration::from_secs(2);
 
+/// Bytes of a request id.
+const ID_LEN_MAX: usize = 256;
+
 /// Arguments of `explain`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
     /// The request's id, from the header x-request-id of its reply.
-    #[arg(value_name = "ID")]
+    #[arg(value_name = "ID", value_parser = id)]
     id: String,
     /// The router's HTTP port, instead of that of the cluster that `up` started.
     #[arg(long, value_name = "HOST:PORT")]
     http: Option<SocketAddr>,
+}
+
+fn id(text: &str) -> Result<String, &'static str> {
+    let is_plain = |byte: u8| byte.is_ascii_graphic() && !b"/?#%".contains(&byte);
+    if text.is_empty() || text.len() > ID_LEN_MAX || !text.bytes().all(is_plain) {
+        return Err("that is no request id; ids are in the header x-request-id of replies");
+    }
+    Ok(text.to_owned())
 }
 
 pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output<'_>) -> Result<Exit, Failure> {
@@ -29,12 +40,6 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
         Some(http) => http,
         None => Cluster::find()?.http,
     };
-    if args.id.is_empty() || !args.id.bytes().all(|byte| byte.is_ascii_graphic() && !b"/?#%".contains(&byte)) {
-        return Err(Failure::Said(format!(
-            "{:?} is no request id; ids are in the header x-request-id of replies",
-            args.id
-        )));
-    }
     let (path, deadline) = (format!("/v1/requests/{}", args.id), runtime.now() + PATIENCE);
     let (status, body) = fetch(runtime, http, Method::Get, &path, Vec::new(), deadline).await?;
     let answer: Value = serde_json::from_slice(&body)

@@ -9,7 +9,7 @@ use crate::serve::ServeError;
 use super::cluster::ClusterError;
 use super::store_cmds::CommandError;
 
-/// Why a command failed; exit code 1.
+/// Why a command failed; exit code 1, or 64 for [`Failure::Usage`].
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
     /// The configuration.
@@ -47,6 +47,9 @@ pub(super) enum Failure {
     /// Anything else that is said in one sentence.
     #[error("{0}")]
     Said(String),
+    /// The command line makes no sense.
+    #[error("{0}")]
+    Usage(String),
     /// Ctrl-C or SIGTERM.
     #[error("interrupted")]
     Interrupted,

@@ -37,6 +37,9 @@ pub(super) async fn run<R: Runtime>(
     output: &mut Output<'_>,
 ) -> Result<Exit, Failure> {
     let config = Config::read(&args.config)?;
+    for (variable, nearest) in config.unknown_variables() {
+        tracing::warn!("{variable} in the environment sets nothing; did you mean {nearest}?");
+    }
     if args.print_config {
         for setting in config.settings() {
             let (key, value, origin) = (&setting.key, &setting.value, setting.origin.to_string());

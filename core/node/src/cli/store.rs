@@ -42,7 +42,7 @@ fn key_bytes(key: OsString, hex: bool) -> Result<Vec<u8>, Failure> {
     }
     let wrong = || {
         let shown = bytes.escape_ascii();
-        Failure::Said(format!("{shown} is not hexadecimal; write two digits per byte, as in 00ff10"))
+        Failure::Usage(format!("{shown} is not hexadecimal; write two digits per byte, as in 00ff10"))
     };
     let digits = bytes.iter().map(|digit| char::from(*digit).to_digit(16)).collect::<Option<Vec<u32>>>();
     let digits = digits.filter(|digits| digits.len().is_multiple_of(2)).ok_or_else(wrong)?;
@@ -58,7 +58,7 @@ pub(super) struct Put {
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Copies on different nodes.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     replicas: u32,
     /// Replace a value that is there; without it the old one is kept.
     #[arg(long)]

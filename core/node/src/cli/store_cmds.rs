@@ -14,6 +14,7 @@ use serde_json::{Value as Json, json};
 
 use crate::client::{ClientError, Got, MissReason, Put, PutOptions, RemoveOptions, Source, StoreClient};
 use crate::engine::{AllocateError, Backing};
+use crate::rpc::Reason;
 use crate::runtime::Runtime;
 
 /// How a command ended; the number is the exit code.
@@ -67,6 +68,14 @@ pub enum CommandError {
     /// The store.
     #[error(transparent)]
     Store(#[from] ClientError),
+    /// No store node could be reached.
+    #[error("not stored: {reason}: {detail}")]
+    Unavailable {
+        /// What kind of failure it was.
+        reason: Reason,
+        /// What happened.
+        detail: String,
+    },
     /// A file, or the terminal.
     #[error("{path}: {source}")]
     File {
@@ -195,6 +204,10 @@ pub async fn put<R: Runtime>(
                 .line(&text, json!({ "outcome": "already_there", "key": key_json, "version": version.to_string() }))?;
             Ok(Exit::Done)
         }
+        // Nobody said no: nobody was there to ask.
+        Put::Refused { reason: reason @ Reason::Unavailable, detail, .. } => {
+            Err(CommandError::Unavailable { reason, detail })
+        }
         Put::Refused { reason, detail, retry_after } => {
             let hint = retry_after.map_or_else(String::new, |span| format!("; retry after {span}"));
             let text = format!("refused {}: {reason}: {detail}{hint}", shortened(name));
@@ -313,7 +326,12 @@ pub async fn remove<R: Runtime>(
         json!({ "removed": removed.objects, "leased": removed.leased,
             "owners_unreachable": removed.owners_unreachable }),
     )?;
-    Ok(if removed.leased > 0 { Exit::Refused } else { Exit::Done })
+    let found_none = matches!(selection, Selection::Keys(_)) && removed.objects == 0;
+    Ok(match removed.leased {
+        0 if found_none => Exit::Missing,
+        0 => Exit::Done,
+        _ => Exit::Refused,
+    })
 }
 
 /// Lists keys that begin with `prefix`.
@@ -400,7 +418,8 @@ pub async fn explain_miss<R: Runtime>(
         ),
         Explanation::NeverStored { removals_remembered } => (
             format!(
-                "{name} was never stored in this term, or lost longer ago than the last {removals_remembered} removals"
+                "nothing is known of {name}: it was never stored, or it went before the directory was started, or \
+                 longer ago than the last {removals_remembered} removals"
             ),
             json!({ "state": "never_stored", "removals_remembered": removals_remembered }),
         ),

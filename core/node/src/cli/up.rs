@@ -83,6 +83,15 @@ pub(super) async fn run<R: Runtime>(
 ) -> Result<Exit, Failure> {
     let source = args.model.as_deref().map_or_else(Source::preferred, Source::parse);
     let card = source.card().map_err(|error| Failure::Said(error.to_string()))?;
+    if let Ok(there) = Cluster::find() {
+        return Err(Failure::Said(format!(
+            "a cluster runs here already (process {}, requests go to http://{}/v1); end it, or set {} to another file \
+             to run a second one beside it",
+            there.pid,
+            there.http,
+            cluster::VARIABLE
+        )));
+    }
     // Told now and by its option's name; the router takes the port a moment later.
     TcpListener::bind(args.http).map_err(|error| {
         Failure::Said(format!("cannot listen on {}: {error}; choose another port with --http", args.http))

@@ -8,7 +8,7 @@ use std::fmt;
 
 use toml::de::{DeTable, DeValue};
 
-use super::ConfigError;
+use super::{ConfigError, parse_size};
 
 /// Where a value came from.
 ///
@@ -140,7 +140,7 @@ impl<'a> Reader<'a> {
     /// Takes the value of `key` and where it came from, noting it as in force.
     fn take(&mut self, key: &'static str, default: Value) -> (Value, Origin) {
         let given = self.given.remove(key);
-        let name = format!("MILLPOND_{}", key.replace('.', "_").to_uppercase());
+        let name = variable(key);
         let (value, origin) = match ((self.environment)(&name), given) {
             (Some(text), _) => (from_environment(text, &default), Origin::Environment { name }),
             (None, Some(given)) => (given.value, Origin::File { line: given.line }),
@@ -167,6 +167,18 @@ impl<'a> Reader<'a> {
     ) -> Result<T, ConfigError> {
         let (text, origin) = self.text(key, default)?;
         parse(&text).map_err(|reason| ConfigError::Value { key: key.into(), origin, reason })
+    }
+
+    /// A size: a text with a unit, or a number of bytes.
+    pub(super) fn size(&mut self, key: &'static str, default: &str) -> Result<u64, ConfigError> {
+        let (text, origin) = match self.take(key, Value::Text(default.into())) {
+            (Value::Text(text), origin) => (text, origin),
+            (Value::Integer(bytes), origin) => (bytes.to_string(), origin),
+            (_, origin) => {
+                return Err(ConfigError::Type { key: key.into(), origin, wants: "a size such as \"4KiB\"" });
+            }
+        };
+        parse_size(&text).map_err(|reason| ConfigError::Value { key: key.into(), origin, reason })
     }
 
     /// A whole number within `range`.
@@ -221,6 +233,24 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// The environment's name for a setting.
+fn variable(key: &str) -> String {
+    format!("MILLPOND_{}", key.replace('.', "_").to_uppercase())
+}
+
+/// Of `names`, those that begin like a section's settings and are none, and the nearest that is one.
+pub(super) fn unknown_variables(names: impl Iterator<Item = String>, settings: &[Setting]) -> Vec<(String, String)> {
+    let known: Vec<String> = settings.iter().map(|setting| variable(&setting.key)).collect();
+    let section = |key: &str| variable(key.split('.').next().unwrap_or(key)) + "_";
+    let looks_like_one = |name: &String| settings.iter().any(|setting| name.starts_with(&section(&setting.key)));
+    let unknown = names.filter(|name| looks_like_one(name) && !known.contains(name));
+    let with_nearest = |name: String| {
+        let nearest = nearest(&name, known.iter().map(String::as_str));
+        (name, nearest)
+    };
+    unknown.map(with_nearest).collect()
+}
+
 fn line_of(text: &str, at: usize) -> usize {
     text.as_bytes().iter().take(at).filter(|byte| **byte == b'\n').count() + 1
 }
@@ -258,4 +288,17 @@ fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> String {
         .max_by(|a, b| strsim::jaro_winkler(name, a).total_cmp(&strsim::jaro_winkler(name, b)))
         .unwrap_or("")
         .to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_misspelt_variable_is_told_apart_from_other_peoples() {
+        let setting = |key: &str| Setting { key: key.into(), value: String::new(), origin: Origin::Default };
+        let names = ["MILLPOND_NODE_LISTN", "MILLPOND_NODE_LISTEN", "MILLPOND_LOG", "PATH"].map(str::to_owned);
+        let unknown = unknown_variables(names.into_iter(), &[setting("node.listen"), setting("store.size")]);
+        assert_eq!(unknown, [("MILLPOND_NODE_LISTN".to_owned(), "MILLPOND_NODE_LISTEN".to_owned())]);
+    }
 }

@@ -119,7 +119,11 @@ impl Metrics {
             steps: registry.counter("millpond_decode_steps_total", "Steps computed.", &[]),
             tokens: registry.counter("millpond_decode_tokens_total", "Tokens computed; by steps, the mean batch.", &[]),
             pauses: registry.counter("millpond_decode_pauses_total", "Requests that gave their pages away.", &[]),
-            abandoned: registry.counter("millpond_decode_abandoned_total", "Requests whose client left.", &[]),
+            abandoned: registry.counter(
+                "millpond_decode_abandoned_total",
+                "Requests given up by whoever asked: the client left, or a stop text ended the answer.",
+                &[],
+            ),
             step: registry.latency("millpond_decode_step_seconds", "One step of the whole batch.", &[]),
         }
     }

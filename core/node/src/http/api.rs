@@ -13,7 +13,8 @@ use super::openai::{Form, order};
 use super::pages::{Pages, no_such_path, wrong_method};
 use crate::router::{Failure, Generator};
 
-const PATHS: &str = "/v1/completions, /v1/chat/completions, /v1/models, /v1/requests/{id}, /health, /ready, /metrics";
+const PATHS: &str =
+    "/v1/completions, /v1/chat/completions, /v1/models, /v1/requests/{id}, /health, /ready, /metrics, /debug/explain";
 
 /// A router's HTTP face.
 ///
@@ -90,6 +91,10 @@ impl Api {
     }
 
     fn complete(&self, form: Form, request: &Request) -> BoxFuture<'static, Reply> {
+        if let Some(coding) = request.header("content-encoding").filter(|coding| *coding != "identity") {
+            let message = format!("a body in content-encoding {coding:?} cannot be read; send it as it is");
+            return future::ready(ApiError::new(415, "invalid_request_error", message).reply()).boxed();
+        }
         let order = match order(form, request) {
             Ok(order) => order,
             Err(error) => return future::ready(error.reply()).boxed(),
@@ -138,15 +143,20 @@ pub(super) fn refusal(failure: &Failure) -> ApiError {
             ApiError::new(404, "invalid_request_error", message).about("model").coded("model_not_found")
         }
         Failure::EmptyPrompt => invalid("prompt", "empty_prompt"),
-        Failure::PromptTooLong { .. } | Failure::AnswerTooLong { .. } => invalid("prompt", "context_length_exceeded"),
+        Failure::PromptTooLong { .. } | Failure::PromptTooLarge { .. } | Failure::AnswerTooLong { .. } => {
+            invalid("prompt", "context_length_exceeded")
+        }
         Failure::UnknownToken { .. } => invalid("prompt", "unknown_token"),
         Failure::Template { .. } => invalid("messages", "invalid_messages"),
-        Failure::Unsupported { .. } => ApiError::invalid(message).coded("unsupported_parameter"),
+        Failure::Unsupported { what } => ApiError::invalid(message).about(*what).coded("unsupported_parameter"),
         Failure::Busy { retry_after, .. } => {
             ApiError::new(429, "overloaded_error", message).coded("busy").retry(*retry_after)
         }
         Failure::NoNode { .. } => {
             ApiError::new(503, "server_error", message).coded("no_node").retry(Duration::from_secs(1))
+        }
+        Failure::ShuttingDown { .. } => {
+            ApiError::new(503, "server_error", message).coded("shutting_down").retry(Duration::from_secs(1))
         }
         Failure::NodeLost { .. } => {
             ApiError::new(502, "server_error", message).coded("node_lost").retry(Duration::from_secs(1))

@@ -29,7 +29,8 @@ impl<'a> Fields<'a> {
             Value::Object(object) => Ok(Self { object, path: path.into() }),
             other => {
                 let place = if path.is_empty() { "the body".into() } else { format!("`{path}`") };
-                Err(ApiError::invalid(format!("{place} must be a JSON object, not {}", kind(other))).about(path))
+                let error = ApiError::invalid(format!("{place} must be a JSON object, not {}", kind(other)));
+                Err(if path.is_empty() { error } else { error.about(path) })
             }
         }
     }
@@ -44,7 +45,8 @@ impl<'a> Fields<'a> {
         self.object.get(name).filter(|value| !value.is_null())
     }
 
-    fn wrong(&self, name: &str, wants: &str, value: &Value) -> ApiError {
+    /// The error for a field of the wrong type or outside its range.
+    pub(super) fn wrong(&self, name: &str, wants: &str, value: &Value) -> ApiError {
         let path = self.path(name);
         ApiError::invalid(format!("`{path}` must be {wants}, not {}", shown(value))).about(path)
     }

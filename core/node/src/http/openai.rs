@@ -83,7 +83,7 @@ fn refuse_what_we_lack(fields: &Fields<'_>, form: Form) -> Result<(), ApiError> 
     if let Some(n) = fields.integer("n", 0..=u64::from(u32::MAX))?
         && n != 1
     {
-        let message = format!("`n` must be 1, not {n}: one answer per request; send {n} requests instead");
+        let message = format!("`n` must be 1, not {n}: one request, one answer; send a request for each");
         return Err(ApiError::invalid(message).about("n").coded("unsupported_parameter"));
     }
     for name in ["presence_penalty", "frequency_penalty"] {
@@ -183,7 +183,8 @@ fn message(index: usize, value: &Value) -> Result<Message, ApiError> {
             }
             content
         }
-        _ => return Err(fields.missing("content", "a string or an array of text parts")),
+        None => return Err(fields.missing("content", "a string or an array of text parts")),
+        Some(other) => return Err(fields.wrong("content", "a string or an array of text parts", other)),
     };
     Ok(Message { role: role.into(), content })
 }

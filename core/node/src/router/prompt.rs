@@ -74,7 +74,7 @@ fn tokens(card: &Card, prompt: &Prompt) -> Result<Vec<u32>, Failure> {
         Prompt::Chat(messages) => messages.iter().map(|message| message.content.len()).sum(),
     } as u64;
     if len > context * TOKEN_LEN_MAX {
-        return Err(Failure::PromptTooLong { prompt: len / TOKEN_LEN_MAX, context });
+        return Err(Failure::PromptTooLarge { bytes: len, context });
     }
     match prompt {
         Prompt::Text(text) => card.tokenizer.encode(text).map_err(refused),
@@ -160,7 +160,7 @@ mod tests {
         let failure = prepare(Prompt::Text(long[1..].into()), Some(2)).unwrap_err().to_string();
         assert!(failure.contains("at most 1 new tokens"), "{failure}");
         assert_eq!(prepare(Prompt::Text(long[1..].into()), None).unwrap().tokens_max, 1);
-        assert!(matches!(prepare(Prompt::Text("x".repeat(8 << 20)), None), Err(Failure::PromptTooLong { .. })));
+        assert!(matches!(prepare(Prompt::Text("x".repeat(8 << 20)), None), Err(Failure::PromptTooLarge { .. })));
     }
 
     #[test]

@@ -243,6 +243,14 @@ pub enum Failure {
         /// Tokens of the model's context.
         context: u64,
     },
+    /// The prompt is so long that it was not even counted.
+    #[error("the prompt's {bytes} bytes cannot fit into the model's context of {context} tokens; shorten it")]
+    PromptTooLarge {
+        /// Bytes of the prompt.
+        bytes: u64,
+        /// Tokens of the model's context.
+        context: u64,
+    },
     /// The prompt fits, but not with that many new tokens.
     #[error(
         "the prompt's {prompt} tokens and {asked} new ones exceed the model's context of {context}; \
@@ -271,10 +279,10 @@ pub enum Failure {
         reason: String,
     },
     /// A feature this model or server lacks.
-    #[error("{what} is not supported here; leave it out")]
+    #[error("`{what}` is not supported here; leave it out")]
     Unsupported {
-        /// The feature.
-        what: String,
+        /// The field that asks for it.
+        what: &'static str,
     },
     /// Too much to do: come back later.
     #[error("{reason}; try again in {retry_after}")]
@@ -301,6 +309,12 @@ pub enum Failure {
         tokens: u64,
         /// What happened.
         detail: String,
+    },
+    /// The router ends and could not wait for the answer any longer.
+    #[error("the server is shutting down after {tokens} tokens of the answer; send the request again in a moment")]
+    ShuttingDown {
+        /// Tokens that had been delivered.
+        tokens: u64,
     },
     /// It took too long.
     #[error("the request did not finish within {limit}; ask for fewer tokens or try again")]

@@ -26,6 +26,7 @@ use super::request::{Failure, Finish, Generate, Generation, Generator, Offer, Pi
 use super::ticket::Ticket;
 use crate::metrics::Registry;
 use crate::model::Card;
+use crate::runtime::Stop;
 
 /// Requests whose records are kept.
 const RECORDS_MAX: usize = 1_024;
@@ -87,6 +88,8 @@ struct Inner {
     timers: Timers,
     limits: RouterLimits,
     turn: AtomicUsize,
+    /// Stopped when whoever still waits is to be sent away.
+    abandoned: Stop,
 }
 
 /// A node as the router is told of it.
@@ -151,6 +154,7 @@ impl Router {
             timers,
             limits,
             turn: AtomicUsize::new(0),
+            abandoned: Stop::new(),
         };
         Self { inner: Arc::new(inner) }
     }
@@ -171,6 +175,13 @@ impl Router {
             }
         }))
         .await;
+    }
+
+    /// Ends all requests with an error that says so, also those to come; how many there were.
+    pub fn abandon(&self) -> usize {
+        let (running, waiting) = self.inner.line.lengths();
+        self.inner.abandoned.stop();
+        running + waiting
     }
 
     /// Whether requests can be served now.
@@ -221,9 +232,10 @@ impl Generator for Router {
         let inner = Arc::clone(&self.inner);
         async move {
             let mut ticket = Ticket::new(inner.records.clone(), inner.meters.clone(), inner.timers.clone(), &request);
-            let outcome = Arc::clone(&inner).begin(request, &mut ticket).await;
-            match outcome {
-                Ok(begun) => Ok(begun.generation(ticket)),
+            let abandoned = inner.abandoned.clone();
+            let outcome = abandoned.or_stopped(inner.begin(request, &mut ticket)).await;
+            match outcome.unwrap_or(Err(Failure::ShuttingDown { tokens: 0 })) {
+                Ok(begun) => Ok(begun.generation(ticket, abandoned)),
                 Err(failure) => {
                     ticket.failed(&failure);
                     Err(failure)
@@ -256,7 +268,7 @@ impl Inner {
             return Err(Failure::UnknownModel { asked: request.model, known: vec![self.card.id.clone()] });
         }
         if request.logprobs.is_some() {
-            return Err(Failure::Unsupported { what: "`logprobs`".into() });
+            return Err(Failure::Unsupported { what: "logprobs" });
         }
         let prepared = Prepared::new(&self.card, &request)?;
         let limit = request.deadline.unwrap_or(self.limits.deadline).min(self.limits.deadline);
@@ -451,14 +463,18 @@ impl Inner {
     fn note(&self, tries: &mut Tries, choice: &Choice, lost: &Lost) {
         match (lost, &choice.prefill) {
             (Lost::Decode { .. }, _) => {
-                choice.decode.down.store(true, Ordering::Relaxed);
+                if !choice.decode.down.swap(true, Ordering::Relaxed) {
+                    tracing::info!(node = choice.decode.known.address, up = false, "router: a node changed");
+                }
                 tries.decodes.extend(self.decodes.iter().position(|node| Arc::ptr_eq(node, &choice.decode)));
             }
             (Lost::Busy { .. }, _) => {
                 tries.decodes.extend(self.decodes.iter().position(|node| Arc::ptr_eq(node, &choice.decode)));
             }
             (Lost::Prefill { .. }, Some(prefill)) => {
-                prefill.down.store(true, Ordering::Relaxed);
+                if !prefill.down.swap(true, Ordering::Relaxed) {
+                    tracing::info!(node = prefill.known.address, up = false, "router: a node changed");
+                }
                 prefill.prefixes.lock().clear();
                 tries.prefills.extend(self.prefills.iter().position(|node| Arc::ptr_eq(node, prefill)));
             }
@@ -469,10 +485,11 @@ impl Inner {
 
 impl Begun {
     /// The client's side of the answer.
-    fn generation(self, ticket: Ticket) -> Generation {
+    fn generation(self, ticket: Ticket, abandoned: Stop) -> Generation {
         let Self { prompt_tokens, cached_tokens, answer, first, rest, place, request, limit } = self;
         let messages = stream::iter([Ok(first)]).chain(rest).boxed();
-        let flight = Flight { messages, answer: Some(answer), ticket, place: Some(place), limit, _request: request };
+        let (answer, place) = (Some(answer), Some(place));
+        let flight = Flight { messages, answer, ticket, place, limit, abandoned, _request: request };
         let pieces = stream::unfold(flight, |mut flight| async move {
             let piece = flight.next().await?;
             Some((piece, flight))
@@ -489,6 +506,7 @@ struct Flight {
     ticket: Ticket,
     place: Option<Place>,
     limit: Duration,
+    abandoned: Stop,
     _request: Share,
 }
 
@@ -497,7 +515,15 @@ impl Flight {
         let mut answer = self.answer.take()?;
         // Ends with the stream, whose items are bounded by the tokens asked for.
         loop {
-            let message = match self.messages.next().await {
+            let message = match self.abandoned.or_stopped(self.messages.next()).await {
+                Err(_) => {
+                    let failure = Failure::ShuttingDown { tokens: self.ticket.token_count };
+                    self.ticket.failed(&failure);
+                    return Some(Err(failure));
+                }
+                Ok(next) => next,
+            };
+            let message = match message {
                 Some(Ok(message)) => message,
                 Some(Err(lost)) => return Some(Err(self.lost(lost))),
                 None => return Some(Err(self.lost(Lost::Decode { detail: "the stream ended early".into() }))),

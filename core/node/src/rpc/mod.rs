@@ -24,6 +24,7 @@ use std::sync::Arc;
 
 pub use client::{Client, Connect, Connection, Dialer, Duplex};
 use millpond_core::time::Duration;
+use millpond_core::wire::message::method_name;
 use millpond_core::wire::message::rpc::Violation;
 pub use millpond_core::wire::message::rpc::{MESSAGE_LEN_MAX, Reason, Refusal};
 pub use replies::Replies;
@@ -106,7 +107,7 @@ pub enum RpcError {
     #[error("refused: {0}")]
     Refused(Refusal),
     /// The caller's time was up first; the target was told to stop.
-    #[error("no answer to method {method:#06x} within {waited}")]
+    #[error("no answer to {} within {waited}", shown(*method))]
     Deadline {
         /// The method that was called.
         method: u16,
@@ -148,7 +149,7 @@ pub enum RpcError {
         max: usize,
     },
     /// The answer is no message of the expected type; the peer's version does not fit.
-    #[error("cannot read the answer to method {method:#06x}: {source}")]
+    #[error("cannot read the answer to {}: {source}", shown(*method))]
     Answer {
         /// The method that was called.
         method: u16,
@@ -223,4 +224,9 @@ impl From<Violation> for RpcError {
     fn from(violation: Violation) -> Self {
         Self::violation(violation.to_string())
     }
+}
+
+/// A method for people: its name, or its number.
+fn shown(method: u16) -> String {
+    method_name(method).map_or_else(|| format!("method {method:#06x}"), str::to_owned)
 }

@@ -12,6 +12,7 @@ use std::task::{Poll, Waker};
 
 use futures::future::{BoxFuture, FutureExt};
 use millpond_core::time::{Duration, Instant};
+use millpond_core::wire::message::method_name;
 use millpond_core::wire::message::rpc::{Frame, MESSAGE_LEN_MAX, Reason, Refusal, WINDOW_MAX};
 use millpond_core::wire::session::Peer;
 use parking_lot::Mutex;
@@ -186,7 +187,7 @@ impl Router {
     #[must_use]
     pub fn with_metrics(mut self, registry: &Registry) -> Self {
         for (number, method) in &mut self.methods {
-            let label = format!("{number:#06x}");
+            let label = method_name(*number).map_or_else(|| format!("{number:#06x}"), str::to_owned);
             let counter = |outcome| {
                 let labels = [("method", label.as_str()), ("outcome", outcome)];
                 registry.counter("millpond_rpc_calls_total", "Calls served, by method and outcome.", &labels)

@@ -283,7 +283,7 @@ mod tests {
         assert!(refusal("store --op write").contains("exists"));
         assert!(refusal("bare --mode fast").contains("spin"));
         assert!(refusal("bare --size 1GiB").contains("256 MiB"));
-        assert!(refusal("bare --size lots").contains("no unit"));
+        assert!(refusal("bare --size lots").contains("no size"));
         assert!(refusal("bare --batch 0").contains("1..=1024"));
         assert!(refusal("bare --seconds 0").contains("0.001"));
         assert!(refusal("transfer --threads 0").contains("1..="));
