@@ -116,6 +116,21 @@ fn bytes_arrive_over_shm_both_ways() {
 }
 
 #[test]
+fn many_who_open_one_node_at_once_share_its_first_lane() {
+    run(|runtime| async move {
+        let engine = |node| Engine::start(runtime.clone(), options(node, 1)).unwrap();
+        let (here, there, stop) = (engine(35), engine(36), Stop::new());
+        let address = there.listen("127.0.0.1:0".parse().unwrap(), &stop).await.unwrap();
+        let opened = futures::future::join_all((0..16).map(|_| here.open(address))).await;
+        assert!(opened.iter().all(Result::is_ok), "{opened:?}");
+        for engine in [&here, &there] {
+            assert_eq!(engine.statistics().lanes_lost, 0, "none takes over from another");
+        }
+        stop.stop();
+    });
+}
+
+#[test]
 fn automatic_choice_takes_shared_memory_on_one_host() {
     run(|runtime| async move {
         let pair = pair(runtime, 30, |_| {}).await;

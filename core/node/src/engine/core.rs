@@ -20,6 +20,7 @@ use millpond_hal::sync::{Desk, Held};
 use parking_lot::Mutex;
 
 use super::batch::{Batch, Via};
+use super::lanes::Openings;
 use super::options::Options;
 use super::peers::WantedLane;
 use super::shard::{Shard, StartError};
@@ -55,6 +56,7 @@ pub(super) struct Core {
     pub(super) spins_lost: AtomicU32,
     pub(super) own: Handle,
     refused: AtomicU64,
+    pub(super) openings: Mutex<Openings>,
 }
 
 /// Something to be done by whoever holds the lock.
@@ -108,6 +110,7 @@ impl Core {
             spins_lost: AtomicU32::new(0),
             own,
             refused: AtomicU64::new(0),
+            openings: Mutex::default(),
         })
     }
 

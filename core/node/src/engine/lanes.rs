@@ -4,13 +4,15 @@
 //! after the node and its incarnation. Both say the same hello. Invariant: before a newer generation of a lane is welcomed,
 //! the older one is closed, so that nothing of it is applied any more.
 
+use std::collections::HashMap;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, FutureExt, WeakShared};
 use futures::io::{AsyncRead, AsyncWrite};
 use millpond_core::slab::Handle;
 use millpond_core::wire::hello::{Field, HostIdentity, Identity, Purpose, Refusal};
@@ -40,7 +42,7 @@ fn credentials(options: &Options) -> Credentials {
     options.key.map_or(credentials, |key| credentials.with_key(key))
 }
 
-fn open_error(error: &SessionError, address: std::net::SocketAddr) -> OpenError {
+fn open_error(error: &SessionError, address: SocketAddr) -> OpenError {
     match error {
         SessionError::Deadline { .. } => OpenError::Late,
         SessionError::Hello { failure, .. } => OpenError::Hello { why: failure.to_string() },
@@ -49,12 +51,27 @@ fn open_error(error: &SessionError, address: std::net::SocketAddr) -> OpenError 
     }
 }
 
-/// Opens the first lane to whoever listens at `address`.
-pub(super) async fn open<R: Runtime>(
-    runtime: &R,
-    core: &Arc<Core>,
-    address: std::net::SocketAddr,
-) -> Result<Peer, OpenError> {
+type Opening = BoxFuture<'static, Result<Peer, OpenError>>;
+
+/// First lanes that are being opened, by address.
+pub(super) type Openings = HashMap<SocketAddr, WeakShared<Opening>>;
+
+/// Opens the first lane to whoever listens at `address`. Those who ask at once wait for the same one: of two, the newer
+/// would take over from the older.
+pub(super) async fn open<R: Runtime>(runtime: &R, core: &Arc<Core>, address: SocketAddr) -> Result<Peer, OpenError> {
+    let opening = {
+        let mut openings = core.openings.lock();
+        openings.retain(|_, opening| opening.upgrade().is_some());
+        openings.get(&address).and_then(WeakShared::upgrade).unwrap_or_else(|| {
+            let opening = open_first(runtime.clone(), Arc::clone(core), address).boxed().shared();
+            openings.extend(opening.downgrade().map(|opening| (address, opening)));
+            opening
+        })
+    };
+    opening.await
+}
+
+async fn open_first<R: Runtime>(runtime: R, core: Arc<Core>, address: SocketAddr) -> Result<Peer, OpenError> {
     // The generation of a first lane is found out by asking: a node that knows us from before wants a larger one.
     let known = core.locked(|shard| {
         let found = shard
@@ -69,14 +86,14 @@ pub(super) async fn open<R: Runtime>(
     let deadline = runtime.now() + core.options.connect_deadline;
     let generation = core.locked(Shard::next_generation);
     let purpose = Purpose::Lane { index: 0, generation };
-    let session = dial(runtime, &Target::from(address), purpose, &credentials(&core.options), deadline).await;
+    let session = dial(&runtime, &Target::from(address), purpose, &credentials(&core.options), deadline).await;
     let session = session.map_err(|error| open_error(&error, address))?;
     let identity = session.peer.hello.identity;
     let peers_max = core.options.peers_max;
     let key = core
         .locked(|shard| shard.peer(identity, Some(address), &core.options))
         .ok_or(OpenError::TooManyPeers { peers_max })?;
-    adopt_dialled(core, key, session.into_lane().map_err(|error| failed(address, &error))?)
+    adopt_dialled(&core, key, session.into_lane().map_err(|error| failed(address, &error))?)
         .map_err(|why| OpenError::Connect { address, why })?;
     let inner = core.locked(|shard| shard.peers.get(key).map(|peer| Arc::clone(&peer.inner)));
     let peer = Peer { inner: inner.ok_or(OpenError::ShutDown)? };
@@ -87,7 +104,7 @@ pub(super) async fn open<R: Runtime>(
     Ok(peer)
 }
 
-fn failed(address: std::net::SocketAddr, error: &io::Error) -> OpenError {
+fn failed(address: SocketAddr, error: &io::Error) -> OpenError {
     OpenError::Connect { address, why: error.to_string() }
 }
 
