@@ -254,7 +254,9 @@ impl<R: Runtime> Inner<R> {
         let pages = self.prefill.pages(request.tokens.len()).await;
         let reserve_ns = runtime.now().since(begun).as_nanos();
         let mut sequence = Sequence::new(request.clone(), listener, runtime.now());
-        let is_over = if request.prefill.is_empty() {
+        // A prompt that is computed in this very process needs its pages once, not twice.
+        let is_here = request.prefill.is_empty() || request.prefill == self.options.address;
+        let is_over = if is_here {
             self.prefill_here(&request, pages, reserve_ns, &mut sequence).await?
         } else {
             self.prefill_there(request, pages, reserve_ns, &mut sequence, deadline).await?
@@ -330,7 +332,8 @@ impl<R: Runtime> Inner<R> {
                 });
                 first = Some(token);
             }
-            if step.done.is_some() || is_over {
+            sequence.sent = step.done;
+            if sequence.sent.is_some() || is_over {
                 break;
             }
         }
@@ -373,11 +376,5 @@ impl<R: Runtime> Inner<R> {
 }
 
 fn started(first: &FirstToken, reserve_ns: u64, prefill: Duration) -> Started {
-    Started {
-        cached_tokens: first.cached_tokens,
-        reserve_ns,
-        prefill_ns: prefill.as_nanos(),
-        prefill: first.times,
-        ..Default::default()
-    }
+    Started { cached_tokens: first.cached_tokens, reserve_ns, prefill_ns: prefill.as_nanos(), prefill: first.times }
 }

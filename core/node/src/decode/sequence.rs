@@ -2,7 +2,7 @@
 
 use futures::channel::mpsc;
 use millpond_core::time::{Duration, Instant};
-use millpond_core::wire::message::serve::{FinishReason, Finished, GenerateRequest, Generated, Sampling};
+use millpond_core::wire::message::serve::{FinishReason, Finished, GenerateRequest, Generated, PrefillDone, Sampling};
 
 use crate::kv::Page;
 use crate::model::sample::sample;
@@ -22,6 +22,8 @@ pub(super) struct Sequence {
     pub(super) order: u64,
     pub(super) last_token_at: Instant,
     pub(super) arrive_ns: u64,
+    /// How its KV came.
+    pub(super) sent: Option<PrefillDone>,
     pub(super) pauses: u32,
     pub(super) batch_max: u32,
     tbt_slo: Option<Duration>,
@@ -44,6 +46,7 @@ impl Sequence {
             order: 0,
             last_token_at: now,
             arrive_ns: 0,
+            sent: None,
             pauses: 0,
             batch_max: 0,
             tbt_slo: (request.tbt_slo_ns > 0).then(|| Duration::from_nanos(request.tbt_slo_ns)),
@@ -87,6 +90,7 @@ impl Sequence {
             pauses: self.pauses,
             batch_max: self.batch_max,
             arrive_ns: self.arrive_ns,
+            sent: self.sent.clone(),
         });
         let is_over = step.finished.is_some();
         // A listener that left is noticed before the next step.

@@ -537,8 +537,7 @@ impl Flight {
                     FinishReason::Length => Finish::Length,
                     FinishReason::Stop | FinishReason::Unspecified => Finish::Stop,
                 };
-                self.ticket.note("pauses", finished.pauses);
-                self.ticket.note("batch_max", finished.batch_max);
+                self.ticket.finished(finished);
                 let last = answer.finish(finish);
                 piece.text.push_str(&last.text);
                 piece.finish = last.finish;

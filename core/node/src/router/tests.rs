@@ -8,7 +8,9 @@ use futures::executor::block_on;
 use futures::future::{BoxFuture, FutureExt, ready};
 use futures::stream::{self, BoxStream, StreamExt};
 use millpond_core::time::{Duration, Instant};
-use millpond_core::wire::message::serve::{FinishReason, Finished, GenerateRequest, Generated, Load, Started};
+use millpond_core::wire::message::serve::{
+    FinishReason, Finished, GenerateRequest, Generated, Load, PrefillDone, Started,
+};
 use parking_lot::Mutex;
 
 use super::link::{Link, Lost, Timers};
@@ -50,12 +52,13 @@ impl Link for Fake {
 }
 
 fn word(text: &str, finish: Option<FinishReason>) -> Result<Generated, Lost> {
-    let finished = finish.map(|reason| Finished { reason: reason.into(), batch_max: 1, ..Default::default() });
+    let sent = Some(PrefillDone { via: "tcp".into(), times: None });
+    let finished = finish.map(|reason| Finished { reason: reason.into(), batch_max: 1, sent, ..Default::default() });
     Ok(Generated { tokens: text.bytes().map(u32::from).collect(), started: None, finished })
 }
 
 fn first(text: &str, cached_tokens: u32) -> Result<Generated, Lost> {
-    let started = Some(Started { cached_tokens, via: "tcp".into(), ..Default::default() });
+    let started = Some(Started { cached_tokens, ..Default::default() });
     word(text, None).map(|message| Generated { started, ..message })
 }
 

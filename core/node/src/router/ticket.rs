@@ -3,7 +3,7 @@
 //! Exactly one outcome is noted; a ticket that is dropped without one belonged to a client that went away.
 
 use millpond_core::time::{Duration, Instant};
-use millpond_core::wire::message::serve::Started;
+use millpond_core::wire::message::serve::{Finished, Started};
 use serde_json::{Value, json};
 
 use super::link::{Lost, Timers};
@@ -82,21 +82,31 @@ impl Ticket {
         self.meters.prompt_tokens.add(prompt_tokens);
         self.meters.cached_tokens.add(started.cached_tokens.into());
         let prefill = started.prefill.unwrap_or_default();
-        let micros = |nanos: u64| nanos / 1_000;
         self.records.update(&self.id, |record| {
             record["prompt_tokens"] = prompt_tokens.into();
             record["cached_tokens"] = started.cached_tokens.into();
             record["first_token_us"] = first.as_micros().into();
-            record["via"] = started.via.as_str().into();
             record["decode_us"] = json!({
                 "reserve": micros(started.reserve_ns), "prefill": micros(started.prefill_ns),
-                "arrive": micros(started.arrive_ns),
             });
             record["prefill_us"] = json!({
                 "queue": micros(prefill.queue_ns), "load": micros(prefill.load_ns),
-                "compute": micros(prefill.compute_ns), "send": micros(prefill.send_ns),
+                "compute": micros(prefill.compute_ns),
             });
-            record["sent_bytes"] = prefill.sent_bytes.into();
+        });
+    }
+
+    /// The decode node's account of the end.
+    pub(super) fn finished(&self, finished: &Finished) {
+        self.records.update(&self.id, |record| {
+            record["pauses"] = finished.pauses.into();
+            record["batch_max"] = finished.batch_max.into();
+            let Some(sent) = &finished.sent else { return };
+            let times = sent.times.unwrap_or_default();
+            record["via"] = sent.via.as_str().into();
+            record["sent_bytes"] = times.sent_bytes.into();
+            record["prefill_us"]["send"] = micros(times.send_ns).into();
+            record["decode_us"]["arrive"] = micros(finished.arrive_ns).into();
         });
     }
 
@@ -140,6 +150,10 @@ impl Ticket {
             }
         });
     }
+}
+
+fn micros(nanos: u64) -> u64 {
+    nanos / 1_000
 }
 
 impl Drop for Ticket {

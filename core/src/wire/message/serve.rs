@@ -168,13 +168,7 @@ pub struct Started {
     /// From the prefill call to the first token.
     #[prost(uint64, tag = "3")]
     pub prefill_ns: u64,
-    /// From the first token to the last byte of KV; 0 when the token was sent on before that.
-    #[prost(uint64, tag = "4")]
-    pub arrive_ns: u64,
-    /// The transport the KV takes; empty when it was handed over in the process, or is not yet known.
-    #[prost(string, tag = "5")]
-    pub via: String,
-    /// What the prefill node measured.
+    /// What the prefill node measured until then.
     #[prost(message, optional, tag = "6")]
     pub prefill: Option<PrefillTimes>,
 }
@@ -186,7 +180,7 @@ pub struct Started {
 /// let finished = Finished { reason: FinishReason::Length.into(), ..Default::default() };
 /// assert_eq!(finished.reason(), FinishReason::Length);
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Finished {
     /// Why.
     #[prost(enumeration = "FinishReason", tag = "1")]
@@ -203,6 +197,9 @@ pub struct Finished {
     /// From the first token to the last byte of KV.
     #[prost(uint64, tag = "5")]
     pub arrive_ns: u64,
+    /// How the prompt's KV came; nothing when it was handed over in the process, or not waited for.
+    #[prost(message, optional, tag = "6")]
+    pub sent: Option<PrefillDone>,
 }
 
 /// Why a generation ended.
