@@ -1,7 +1,8 @@
 //! One serving node put together from its configuration: engine, store, prefill, decode, router, HTTP, and their end.
 //!
 //! This is the only place where roles meet. A role is on if the configuration has its section; roles of one process share
-//! the node port, the engine, the model and the pages, so a prompt that is computed here is decoded without a copy.
+//! the node port, the engine and the model. Each has pages of its own: if prefill and decode shared them, requests that hold
+//! pages for decode at two such nodes could wait for each other's prompts for ever.
 //!
 //! The node ends in this order: no new sessions · HTTP takes no new request and lets running ones finish · sessions say
 //! goodbye and finish their calls · the engine stops; see [`Node::drain`].
@@ -32,7 +33,7 @@ use crate::runtime::{Runtime, Stop, blocking, within};
 use crate::session::{SessionError, Target};
 use crate::store::{Place, RoleError, StoreConfig, StoreRole};
 
-use counts::Counts;
+use counts::{Counts, Pools};
 use named::Named;
 
 /// Registered memory for blocks on their way to and from the store.
@@ -215,7 +216,9 @@ impl<R: Runtime> Composer<'_, R> {
             node.runtime().spawn(store.run(self.address.clone(), node.stopping()));
         }
         if config.prefill.is_some() || config.decode.is_some() {
-            services = services.merge(self.serving_roles(client).await?);
+            let (roles, pools) = self.serving_roles(client).await?;
+            services = services.merge(roles);
+            counts = counts.with_pools(pools);
         }
         let router = self.router()?;
         node.open_with(services, engine).await?;
@@ -261,23 +264,31 @@ impl<R: Runtime> Composer<'_, R> {
         Ok(Some(client))
     }
 
-    /// Prefill and decode: one model, one pool, whichever of the two is on.
-    async fn serving_roles(&self, client: Option<StoreClient<R>>) -> Result<rpc::Router, ServeError> {
+    /// Prefill and decode, whichever of the two is on, and their pages.
+    async fn serving_roles(&self, client: Option<StoreClient<R>>) -> Result<(rpc::Router, Pools), ServeError> {
         let Self { node, engine, config, .. } = self;
         let model = load(node.runtime(), &config.model).await?;
-        let memory = config.prefill.as_ref().map_or(0, |role| role.memory);
-        let memory = memory + config.decode.as_ref().map_or(0, |role| role.memory);
-        let pool = Pool::new(engine, model.card().layout, memory)?;
         let blocks = client.map(|client| Arc::new(StoreBlocks::new(client)) as Arc<dyn Blocks>);
         let tenants = Tenants::of_key(&config.node.key);
         let waiting_max = config.prefill.as_ref().map_or(256, |role| to_usize(role.waiting_max));
-        let options = prefill::Options { waiting_max, ..prefill::Options::default() };
-        let prefill = Prefill::new(node.runtime().clone(), model, pool, blocks, tenants, options, node.metrics());
+        let mut pools = Pools::new();
+        let mut compute = |role, memory| {
+            let pool = Pool::new(engine, model.card().layout, memory)?;
+            pools.push((role, pool.clone()));
+            let (runtime, options) = (node.runtime().clone(), prefill::Options { waiting_max, ..Default::default() });
+            let (model, blocks, tenants) = (Arc::clone(&model), blocks.clone(), tenants.clone());
+            Ok::<_, PoolError>(Prefill::new(runtime, model, pool, blocks, tenants, options, node.metrics()))
+        };
         let mut services = rpc::Router::new();
-        if config.prefill.is_some() {
+        if let Some(role) = &config.prefill {
+            let prefill = compute("prefill", role.memory)?;
             services = services.merge(prefill::service::methods(&prefill, engine));
+            if config.decode.is_none() {
+                services = services.merge(decode::service::load_method(&prefill, None));
+            }
         }
-        let decode = config.decode.as_ref().map(|role| {
+        if let Some(role) = &config.decode {
+            let prefill = compute("decode", role.memory)?;
             let options = decode::Options {
                 batch_max: to_usize(role.batch_max),
                 waiting_max: to_usize(role.waiting_max),
@@ -286,12 +297,11 @@ impl<R: Runtime> Composer<'_, R> {
                 ..decode::Options::default()
             };
             let prefills = Arc::new(RpcPrefills::new(node.runtime().clone(), node.credentials()));
-            Decode::start(prefill.clone(), engine.clone(), prefills, options, node.metrics())
-        });
-        if let Some(decode) = &decode {
-            services = services.merge(decode::service::methods(decode));
+            let decode = Decode::start(prefill.clone(), engine.clone(), prefills, options, node.metrics());
+            services = services.merge(decode::service::methods(&decode));
+            services = services.merge(decode::service::load_method(&prefill, Some(&decode)));
         }
-        Ok(services.merge(decode::service::load_method(&prefill, decode.as_ref())))
+        Ok((services, pools))
     }
 
     fn router(&self) -> Result<Option<Router>, ServeError> {

@@ -1,9 +1,11 @@
-//! What engine and store count themselves, shown among the node's metrics.
+//! What engine, store and KV pages count themselves, shown among the node's metrics.
 
+use millpond_core::page::Counts as Pages;
 use millpond_core::wire::message::store::Facts;
 use parking_lot::Mutex;
 
 use crate::engine::{Engine, Statistics};
+use crate::kv::Pool;
 use crate::metrics::{Counter, Registry};
 use crate::runtime::Runtime;
 
@@ -43,22 +45,36 @@ const STORE_NOW: [(&str, &str, Read<Facts>); 5] = [
     ("millpond_store_objects_leaving", "Objects on their way out.", |f| f.leaving),
 ];
 
-/// Reads the counters of engine and store whenever somebody asks.
+const POOL_NOW: [(&str, &str, Read<Pages>); 3] = [
+    ("millpond_kv_pages_total", "KV pages in all.", |c| c.total().into()),
+    ("millpond_kv_pages_free", "KV pages that nobody holds.", |c| c.free.into()),
+    ("millpond_kv_pages_quarantined", "KV pages whose memory is still out.", |c| c.quarantined.into()),
+];
+
+/// The pages of each role.
+pub(super) type Pools = Vec<(&'static str, Pool)>;
+
+/// Reads the counters of engine, store and KV pages whenever somebody asks.
 pub(super) struct Counts<R> {
     registry: Registry,
     engine: Engine<R>,
     store: Option<Box<dyn Fn() -> Facts + Send + Sync>>,
+    pools: Pools,
     /// One reader at a time, so that no difference is added twice.
     reading: Mutex<()>,
 }
 
 impl<R: Runtime> Counts<R> {
     pub(super) fn new(registry: &Registry, engine: Engine<R>) -> Self {
-        Self { registry: registry.clone(), engine, store: None, reading: Mutex::default() }
+        Self { registry: registry.clone(), engine, store: None, pools: Pools::new(), reading: Mutex::default() }
     }
 
     pub(super) fn with_store(self, facts: impl Fn() -> Facts + Send + Sync + 'static) -> Self {
         Self { store: Some(Box::new(facts)), ..self }
+    }
+
+    pub(super) fn with_pools(self, pools: Pools) -> Self {
+        Self { pools, ..self }
     }
 
     /// All metrics of the node in Prometheus's text format.
@@ -67,6 +83,12 @@ impl<R: Runtime> Counts<R> {
         self.show(&self.engine.statistics(), &ENGINE_TOTALS, &ENGINE_NOW);
         if let Some(facts) = &self.store {
             self.show(&facts(), &STORE_TOTALS, &STORE_NOW);
+        }
+        for (role, pool) in &self.pools {
+            let counts = pool.counts();
+            for (name, help, read) in &POOL_NOW {
+                self.registry.gauge(name, help, &[("role", role)]).set(read(&counts));
+            }
         }
         self.registry.text()
     }
