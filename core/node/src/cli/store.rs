@@ -31,7 +31,16 @@ pub(super) struct Name {
 
 impl Name {
     fn bytes(self) -> Result<Vec<u8>, Failure> {
-        key_bytes(self.key, self.hex)
+        whole_key(self.key, self.hex)
+    }
+}
+
+/// A key that can be stored; told here, since the store has it simply as not there.
+fn whole_key(key: OsString, hex: bool) -> Result<Vec<u8>, Failure> {
+    let bytes = key_bytes(key, hex)?;
+    match millpond_core::directory::Key::new(&bytes) {
+        Ok(_) => Ok(bytes),
+        Err(error) => Err(Failure::Said(error.to_string())),
     }
 }
 
@@ -175,7 +184,7 @@ pub(super) async fn remove<R: Runtime>(runtime: &R, args: Remove, output: &mut O
         (true, _) => Selection::Clear,
         (false, Some(prefix)) => Selection::Prefix(key_bytes(prefix, args.hex)?),
         (false, None) => {
-            let keys = args.keys.into_iter().map(|key| key_bytes(key, args.hex));
+            let keys = args.keys.into_iter().map(|key| whole_key(key, args.hex));
             Selection::Keys(keys.collect::<Result<_, _>>()?)
         }
     };

@@ -254,6 +254,10 @@ pub async fn get<R: Runtime>(
 ) -> Result<Exit, CommandError> {
     let value = match client.get(key).await? {
         Got::Hit(value) => value,
+        Got::Miss { reason, .. } if path == Path::new("-") => {
+            let mut aside = io::stderr();
+            return missing(key, reason, &mut Output { writer: &mut aside, format: output.format });
+        }
         Got::Miss { reason, .. } => return missing(key, reason, output),
     };
     if path == Path::new("-") {
