@@ -167,11 +167,12 @@ impl Router {
         futures::future::join_all(nodes.map(|(known, down)| async move {
             loop {
                 let answer = known.link.load(timers.now() + WATCH_EVERY).await;
-                let was_down = down.swap(answer.is_err(), Ordering::Relaxed);
-                if was_down != answer.is_err() {
-                    tracing::info!(node = known.address, up = was_down, "router: a node changed");
+                // Who has no room for one more call is there.
+                let is_down = !matches!(answer, Ok(_) | Err(Lost::Busy { .. }));
+                if down.swap(is_down, Ordering::Relaxed) != is_down {
+                    tracing::info!(node = known.address, up = !is_down, "router: a node changed");
                 }
-                (timers.sleep)(if answer.is_err() { WATCH_EVERY_DOWN } else { WATCH_EVERY }).await;
+                (timers.sleep)(if is_down { WATCH_EVERY_DOWN } else { WATCH_EVERY }).await;
             }
         }))
         .await;

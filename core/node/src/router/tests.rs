@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use futures::executor::block_on;
 use futures::future::{BoxFuture, FutureExt, ready};
@@ -30,6 +30,7 @@ enum Script {
 struct Fake {
     scripts: Mutex<VecDeque<Script>>,
     asked: Mutex<Vec<GenerateRequest>>,
+    is_full: AtomicBool,
 }
 
 impl Link for Fake {
@@ -47,7 +48,8 @@ impl Link for Fake {
     }
 
     fn load(&self, _: Instant) -> BoxFuture<'static, Result<Load, Lost>> {
-        ready(Ok(Load::default())).boxed()
+        let busy = Lost::Busy { reason: "256 calls are open".into(), retry_after: Duration::ZERO };
+        ready(if self.is_full.load(Ordering::SeqCst) { Err(busy) } else { Ok(Load::default()) }).boxed()
     }
 }
 
@@ -119,6 +121,16 @@ fn request(id: &str, prompt: &str) -> Generate {
 /// The whole text of an answer, or how it failed.
 fn text(generation: Generation) -> Result<String, Failure> {
     block_on(generation.pieces.map(|piece| piece.map(|piece| piece.text)).collect::<Vec<_>>()).into_iter().collect()
+}
+
+#[test]
+fn a_node_that_is_too_busy_to_say_how_it_is_is_not_down() {
+    let bench = bench(0, vec![vec![answer()]], RouterLimits::default());
+    assert!(bench.router.ready().is_err(), "nobody was asked yet");
+    bench.decodes[0].is_full.store(true, Ordering::SeqCst);
+    let mut watch = Box::pin(bench.router.watch());
+    assert!((&mut watch).now_or_never().is_none());
+    assert_eq!(bench.router.ready(), Ok(()));
 }
 
 #[test]
