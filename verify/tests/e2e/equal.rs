@@ -122,3 +122,15 @@ fn tokens_are_equal_with_decode_on_smol_and_the_rest_on_tokio() {
 fn tokens_are_equal_with_decode_on_tokio_and_the_rest_on_smol() {
     equal(&over_both(Plan { decode: Binary::Tokio, ..Plan::of(Binary::Smol) }));
 }
+
+#[test]
+fn an_answer_of_one_token_leaves_its_prompt_in_the_store() {
+    for plan in over_both(Plan::of(Binary::Tokio)) {
+        let cluster = Cluster::start(plan);
+        let wish = Wish::new(prompt(7, 10 * BLOCK + 1), 1);
+        let first = complete(cluster.router.http, &wish).expect("an answer");
+        wait_stored(&cluster, 10);
+        let again = complete(cluster.router.http, &wish).expect("an answer");
+        assert_eq!((again.tokens, first.cached, again.cached), (first.tokens, 0, 160), "{plan:?}");
+    }
+}

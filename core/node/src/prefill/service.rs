@@ -1,5 +1,6 @@
 //! The prefill role behind the node port.
 
+use futures::channel::oneshot;
 use millpond_core::layout::Layout;
 use millpond_core::time::Instant;
 use millpond_core::wire::message::serve::{
@@ -8,7 +9,7 @@ use millpond_core::wire::message::serve::{
 
 use zerocopy::FromBytes;
 
-use super::{Outlet, Prefill, Prompt, Sender, Stopped};
+use super::{Computed, Outlet, Prefill, Prompt, Sender, Stopped};
 use crate::engine::{Engine, Peer, RegionToken, RemoteRegion, Via};
 use crate::model::sample;
 use crate::rpc::{Context, Items, Reason, Refusal, Router};
@@ -54,20 +55,39 @@ async fn serve<R: Runtime>(
     let mut times = computed.times;
     times.queue_ns += waited;
     let first = FirstToken { token: computed.next_token, cached_tokens: computed.cached_tokens, times: Some(times) };
-    items.send(&PrefillStep { first: Some(first), done: None }).await?;
     let sending = prefill.runtime().now();
-    let done = match outlet {
-        Some(outlet) => outlet.finish().await.map_err(Stopped::refusal)?,
-        None => PrefillDone::default(),
-    };
+    let sent = send_and_keep(&prefill, prompt, computed, outlet);
+    items.send(&PrefillStep { first: Some(first), done: None }).await?;
+    let ended = |_| Refusal::new(Reason::Draining, "the node is ending");
+    let done = sent.await.map_err(ended)?.map_err(Stopped::refusal)?;
     times = PrefillTimes {
         send_ns: prefill.runtime().now().since(sending).as_nanos(),
         sent_bytes: done.times.map_or(0, |times| times.sent_bytes),
         ..times
     };
-    let known = computed.cached_tokens / prefill.card().layout.shape().block_tokens;
-    prefill.keep(&prompt.tenant, &prompt.tokens, known as usize, computed.pages);
     items.send(&PrefillStep { first: None, done: Some(PrefillDone { times: Some(times), ..done }) }).await
+}
+
+/// Waits until the KV has arrived and tells the caller, then gives its blocks to the store: also if nobody waits any more,
+/// because one token was all that was asked for or the decode node is gone.
+fn send_and_keep<R: Runtime>(
+    prefill: &Prefill<R>,
+    prompt: Prompt,
+    computed: Computed,
+    outlet: Option<Box<dyn Outlet>>,
+) -> oneshot::Receiver<Result<PrefillDone, Stopped>> {
+    let (owner, (sender, receiver)) = (prefill.clone(), oneshot::channel());
+    prefill.runtime().spawn(async move {
+        let done = match outlet {
+            Some(outlet) => outlet.finish().await,
+            None => Ok(PrefillDone::default()),
+        };
+        // Nobody may be there to hear it.
+        let _ = sender.send(done);
+        let known = computed.cached_tokens / owner.card().layout.shape().block_tokens;
+        owner.keep(&prompt.tenant, &prompt.tokens, known as usize, computed.pages);
+    });
+    receiver
 }
 
 fn malformed(detail: impl Into<std::borrow::Cow<'static, str>>) -> Refusal {
