@@ -1,4 +1,4 @@
-//! Arithmetic of the transformer: matrix products over packed weights, and attention over pages.
+//! Matrix products over packed weights, and what else the transformer's arithmetic stands on.
 //!
 //! Each output is one chain of fused multiply-adds whose order is fixed by the shapes of the model: never by how many rows
 //! are computed together, by threads or by the width of the machine's vectors. Weights are packed in panels of [`LANES`]
@@ -15,12 +15,12 @@ pub(super) const LANES: usize = 16;
 /// Inputs that share a scale and an offset.
 pub(super) const BLOCK: usize = 32;
 /// Rows computed together.
-const TILE: usize = 8;
+pub(super) const TILE: usize = 8;
 
 /// Threads of a model; without any, the caller's thread does all.
 pub(super) struct Workers {
     pool: Option<rayon::ThreadPool>,
-    arch: Arch,
+    pub(super) arch: Arch,
 }
 
 impl Workers {
@@ -53,11 +53,6 @@ impl Workers {
         } else {
             items.iter_mut().enumerate().for_each(|(index, item)| work(index, item));
         }
-    }
-
-    /// Runs `work` with the widest vectors of this machine.
-    pub(super) fn wide<T>(&self, work: impl FnOnce() -> T) -> T {
-        self.arch.dispatch(work)
     }
 }
 
@@ -160,7 +155,7 @@ thread_local! {
 }
 
 /// The first `len` values of `buffer`, which grows to that once.
-fn grown(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+pub(super) fn grown(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if buffer.len() < len {
         buffer.resize(len, 0.0);
     }
@@ -180,6 +175,20 @@ impl Tiles {
     pub(super) fn shape(&mut self, rows: usize, columns: usize) {
         (self.rows, self.columns) = (rows, columns);
         self.values.resize(rows.div_ceil(TILE) * columns, [0.0; TILE]);
+    }
+
+    /// Shapes them and calls `work` with the first row of each tile and its columns, for `few` tiles or more on one thread.
+    pub(super) fn fill(
+        &mut self,
+        workers: &Workers,
+        rows: usize,
+        columns: usize,
+        few: usize,
+        work: impl Fn(usize, &mut [[f32; TILE]]) + Sync + Send,
+    ) {
+        self.shape(rows, columns);
+        let mut tiles: Vec<&mut [[f32; TILE]]> = self.values.chunks_exact_mut(columns).collect();
+        workers.each(&mut tiles, few, |index, tile| work(index * TILE, tile));
     }
 
     /// Puts consecutive columns of one row.
@@ -211,6 +220,8 @@ macro_rules! by_width {
         }
     };
 }
+
+pub(super) use by_width;
 
 impl WithSimd for PanelProduct<'_> {
     type Output = ();
@@ -304,246 +315,38 @@ fn rows<S: Simd, const R: usize, const N: usize>(
     }
 }
 
-/// Attention of some rows of one request with one KV head. Rows are query heads of tokens, `group` per token, token-major.
-pub(super) struct Attention<'a> {
-    /// Queries, `[token][head of the group][head dim]`, already scaled.
-    pub(super) queries: &'a [f32],
-    /// Results, shaped alike.
-    pub(super) out: &'a mut [f32],
-    /// Elements of a head, a multiple of [`LANES`].
-    pub(super) head_dim: usize,
-    /// Query heads that share the KV head.
-    pub(super) group: usize,
-    /// Position of the first token.
-    pub(super) start: usize,
-    /// Tokens of a page, a multiple of [`LANES`].
-    pub(super) block: usize,
-}
-
-/// Reads the keys or values of one page into rows of `head_dim` values.
-pub(super) trait ReadPage {
-    /// Reads the first `tokens` rows of page `page`.
-    fn read(&self, side: millpond_core::layout::Side, page: usize, tokens: usize, rows: &mut [f32]);
-}
-
-impl Attention<'_> {
-    /// Computes all rows with the widest vectors.
-    pub(super) fn run(self, workers: &Workers, pages: &(impl ReadPage + ?Sized)) {
-        let tokens = self.queries.len() / (self.group * self.head_dim);
-        let context = (self.start + tokens).next_multiple_of(self.block);
-        let rows = tokens * self.group;
-        let page_len = self.block * self.head_dim;
-        let tiles_len = rows.next_multiple_of(TILE) * self.head_dim;
-        ATTENTION.with_borrow_mut(|scratch| {
-            let scratch = grown(scratch, rows * context + tiles_len + 2 * page_len);
-            let (scores, rest) = scratch.split_at_mut(rows * context);
-            let (tiles, rest) = rest.split_at_mut(tiles_len);
-            let (page, keys) = rest.split_at_mut(page_len);
-            workers.arch.dispatch(AttentionRun { job: self, pages, scores, tiles, page, keys, context });
-        });
-    }
-}
-
-thread_local! {
-    static ATTENTION: std::cell::RefCell<Vec<f32>> = const { std::cell::RefCell::new(Vec::new()) };
-}
-
-struct AttentionRun<'a, 'b, P: ReadPage + ?Sized> {
-    job: Attention<'a>,
-    pages: &'b P,
-    /// `[row][context]`.
-    scores: &'b mut [f32],
-    /// The queries, as [`Tiles`] has them.
-    tiles: &'b mut [f32],
-    /// One page, `[token][head dim]`.
-    page: &'b mut [f32],
-    /// Keys of one page, `[token / LANES][head dim][LANES]`.
-    keys: &'b mut [f32],
-    context: usize,
-}
-
-impl<P: ReadPage + ?Sized> WithSimd for AttentionRun<'_, '_, P> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        by_width!(self.run::<S>(simd));
-    }
-}
-
-impl<P: ReadPage + ?Sized> AttentionRun<'_, '_, P> {
-    #[inline(always)]
-    fn run<S: Simd, const N: usize>(mut self, simd: S) {
-        self.score::<S, N>(simd);
-        let Attention { start, group, head_dim, .. } = self.job;
-        let rows = self.scores.chunks_exact_mut(self.context).zip(self.job.out.chunks_exact_mut(head_dim));
-        for (row, (scores, out)) in rows.enumerate() {
-            softmax::<S, N>(simd, scores, start + row / group + 1);
-            out.fill(0.0);
-        }
-        self.mix::<S, N>(simd);
-    }
-
-    /// Tokens of page `index` that `row` may see.
-    #[inline(always)]
-    fn seen(&self, row: usize, index: usize) -> usize {
-        let Attention { start, group, block, .. } = self.job;
-        (start + row / group + 1).saturating_sub(index * block).min(block)
-    }
-
-    /// Pages, and the tokens in them.
-    #[inline(always)]
-    fn extent(&self) -> (usize, usize) {
-        let Attention { queries, head_dim, group, start, block, .. } = &self.job;
-        let end = start + queries.len() / (group * head_dim);
-        (end.div_ceil(*block), end)
-    }
-
-    /// Scores of all rows: products of queries with panels of keys, as with weights.
-    #[inline(always)]
-    fn score<S: Simd, const N: usize>(&mut self, simd: S) {
-        use millpond_core::layout::Side;
-        let Attention { queries, head_dim, block, .. } = self.job;
-        for (row, query) in queries.chunks_exact(head_dim).enumerate() {
-            let tile = &mut self.tiles[row / TILE * TILE * head_dim..][..TILE * head_dim];
-            for (lanes, value) in tile.chunks_exact_mut(TILE).zip(query) {
-                lanes[row % TILE] = *value;
-            }
-        }
-        let (count, (pages, end)) = (queries.len() / head_dim, self.extent());
-        for index in 0..pages {
-            self.pages.read(Side::Key, index, (end - index * block).min(block), self.page);
-            transpose(self.page, head_dim, self.keys);
-            for (tile, x) in self.tiles.chunks_exact(TILE * head_dim).enumerate() {
-                let (first, last) = (tile * TILE, (tile * TILE + TILE).min(count));
-                if self.seen(last - 1, index) == 0 {
-                    continue;
-                }
-                for (part, keys) in self.keys.chunks_exact(LANES * head_dim).enumerate() {
-                    let mut products = [[0.0; LANES]; TILE];
-                    tile_product::<S, N>(simd, x.as_chunks::<TILE>().0, keys, &mut products[..last - first]);
-                    for (row, product) in (first..last).zip(&products) {
-                        let place = row * self.context + index * block + part * LANES;
-                        self.scores[place..place + LANES].copy_from_slice(product);
-                    }
-                }
-            }
-        }
-    }
-
-    /// Sums values by the scores.
-    #[inline(always)]
-    fn mix<S: Simd, const N: usize>(&mut self, simd: S) {
-        use millpond_core::layout::Side;
-        let Attention { head_dim, block, .. } = self.job;
-        let (pages, end) = self.extent();
-        for index in 0..pages {
-            self.pages.read(Side::Value, index, (end - index * block).min(block), self.page);
-            for row in 0..self.job.queries.len() / head_dim {
-                let seen = self.seen(row, index);
-                let scores = &self.scores[row * self.context + index * block..][..seen];
-                let out = &mut self.job.out[row * head_dim..][..head_dim];
-                match N {
-                    1 if head_dim.is_multiple_of(4 * LANES) => weighted::<S, 4>(simd, scores, self.page, head_dim, out),
-                    2 if head_dim.is_multiple_of(4 * LANES) => weighted::<S, 8>(simd, scores, self.page, head_dim, out),
-                    _ => weighted::<S, N>(simd, scores, self.page, head_dim, out),
-                }
-            }
-        }
-    }
-}
-
-/// `[token][head dim]` to `[token / LANES][head dim][LANES]`.
-#[inline(always)]
-fn transpose(page: &[f32], head_dim: usize, keys: &mut [f32]) {
-    for (rows, keys) in page.chunks_exact(LANES * head_dim).zip(keys.chunks_exact_mut(LANES * head_dim)) {
-        let (keys, _) = keys.as_chunks_mut::<LANES>();
-        for (strip, keys) in keys.chunks_exact_mut(8).enumerate() {
-            let mut square = [[0f32; 8]; LANES];
-            for (lane, row) in rows.chunks_exact(head_dim).enumerate() {
-                square[lane].copy_from_slice(&row[strip * 8..][..8]);
-            }
-            for (element, key) in keys.iter_mut().enumerate() {
-                for lane in 0..LANES {
-                    key[lane] = square[lane][element];
-                }
-            }
-        }
-    }
-}
-
-/// Sums over lanes by halves: the same order for every width.
-#[inline(always)]
-fn over_lanes<S: Simd, const N: usize>(simd: S, mut sums: [S::f32s; N]) -> f32 {
-    let mut half = N / 2;
-    while half > 0 {
-        for v in 0..half {
-            sums[v] = simd.add_f32s(sums[v], sums[v + half]);
-        }
-        half /= 2;
-    }
-    simd.reduce_sum_f32s(sums[0])
-}
-
-/// Turns the first `len` scores into weights that sum to 1; the rest becomes zero.
-#[inline(always)]
-fn softmax<S: Simd, const N: usize>(simd: S, scores: &mut [f32], len: usize) {
-    scores[len..].fill(f32::NEG_INFINITY);
-    let mut most = [simd.splat_f32s(f32::NEG_INFINITY); N];
-    for lanes in S::as_simd_f32s(scores).0.as_chunks::<N>().0 {
-        for v in 0..N {
-            most[v] = simd.max_f32s(most[v], lanes[v]);
-        }
-    }
-    let max = most.iter().fold(f32::NEG_INFINITY, |max, lanes| max.max(simd.reduce_max_f32s(*lanes)));
-    for score in scores.iter_mut() {
-        *score = exp(*score - max);
-    }
-    scores[len..].fill(0.0);
-    let mut sums = [simd.splat_f32s(0.0); N];
-    for lanes in S::as_simd_f32s(scores).0.as_chunks::<N>().0 {
-        for v in 0..N {
-            sums[v] = simd.add_f32s(sums[v], lanes[v]);
-        }
-    }
-    let scale = 1.0 / over_lanes(simd, sums);
-    scores.iter_mut().for_each(|score| *score *= scale);
-}
-
-/// `out += Σ weight × value`, token by token, `V` vectors of a row at a time.
-#[inline(always)]
-fn weighted<S: Simd, const V: usize>(simd: S, weights: &[f32], values: &[f32], head_dim: usize, out: &mut [f32]) {
-    let (out, _) = S::as_mut_simd_f32s(out).0.as_chunks_mut::<V>();
-    for (strip, out) in out.iter_mut().enumerate() {
-        let mut sums = *out;
-        for (weight, value) in weights.iter().zip(values.chunks_exact(head_dim)) {
-            let weight = simd.splat_f32s(*weight);
-            let value = &S::as_simd_f32s(value).0.as_chunks::<V>().0[strip];
-            for v in 0..V {
-                sums[v] = simd.mul_add_f32s(weight, value[v], sums[v]);
-            }
-        }
-        *out = sums;
-    }
-}
+/// 1.5 × 2^23: adding it leaves the nearest integer in the low bits.
+const ROUND: f32 = 12_582_912.0;
 
 /// e^x to about 2 units in the last place for x in -87..=88, clamped outside. Vectorises: no branch, no call.
 /// Cody-Waite reduction and the minimax polynomial of Cephes' `expf`.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    // 1.5 × 2^23: adding it leaves the nearest integer in the low bits.
-    const ROUND: f32 = 12_582_912.0;
     let x = if x > 88.0 { 88.0 } else { x };
     let x = if x < -87.0 { -87.0 } else { x };
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = shifted - ROUND;
-    let r = (x - n * 0.693_359_4) - n * -2.121_944_4e-4;
-    let mut p = 1.987_569_1e-4;
+    let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_4, x));
+    let mut p = 1.987_569_1e-4f32;
     for coefficient in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
-        p = p * r + coefficient;
+        p = p.mul_add(r, coefficient);
     }
     let scale = f32::from_bits(shifted.to_bits().wrapping_add(127).wrapping_sub(ROUND.to_bits()) << 23);
-    (p * r * r + r + 1.0) * scale
+    (p * r).mul_add(r, r + 1.0) * scale
+}
+
+/// 2^x to about 2 units in the last place for x in -125..=127, clamped below. Vectorises.
+/// The polynomial is that of Cephes' `exp2f`.
+#[inline(always)]
+pub(super) fn exp2(x: f32) -> f32 {
+    let x = if x < -125.0 { -125.0 } else { x };
+    let shifted = x + ROUND;
+    let r = x - (shifted - ROUND);
+    let mut p = 1.535_336_2e-4f32;
+    for coefficient in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1, 1.0] {
+        p = p.mul_add(r, coefficient);
+    }
+    f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
 
 /// A binary16 as an f32, exactly, without a branch: its exponent is rebased by one multiplication.
@@ -567,6 +370,16 @@ mod tests {
             assert!((ours - real).abs() <= real * 4e-7, "{x}: {ours} {real}");
         }
         assert!(exp(f32::NEG_INFINITY) < 1e-37);
+    }
+
+    #[test]
+    fn exp2_is_close_to_the_real_one() {
+        for step in -12_500..=12_700i16 {
+            let x = f32::from(step) / 100.0;
+            let (ours, real) = (f64::from(exp2(x)), f64::from(x).exp2());
+            assert!((ours - real).abs() <= real * 2.5e-7, "{x}: {ours} {real}");
+        }
+        assert!(exp2(f32::NEG_INFINITY) < 1e-37);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use millpond_core::layout::{BLOCK_TOKENS_DEFAULT, Dtype, Layout, Shape};
 
 use super::bpe::{Bpe, Vocabulary};
 use super::kernel::{BLOCK, LANES, Panels, Quantised};
-use super::transformer::{Config, LayerWeights, Transformer};
+use super::transformer::{ARITHMETIC, Config, LayerWeights, Transformer};
 use super::{Card, Limits, LoadError, Model, ModelError, Piece};
 
 /// The script that fetches the default model's weights, from the root of the sources.
@@ -165,7 +165,7 @@ impl Opened {
         let stop_tokens = vec![self.number("tokenizer.ggml.eos_token_id")?];
         let tokenizer = Arc::new(self.tokenizer(tokens)?);
         let id = self.path.file_stem().map_or_else(|| "llama".into(), |stem| stem.to_string_lossy().into_owned());
-        let revision = format!("{id}@{}", self.hash()?);
+        let revision = format!("{id}@{}.{ARITHMETIC}", self.hash()?);
         Ok((Card { id, revision, layout, limits, stop_tokens, tokenizer }, config))
     }
 

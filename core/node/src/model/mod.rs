@@ -7,6 +7,7 @@
 //! it alone, bit for bit; not on how a prompt was cut into chunks, which requests shared a batch, how many threads ran,
 //! or where pages lay. So prefill on one node and decode on another equal one process, exactly.
 
+mod attention;
 mod backend;
 #[cfg(feature = "llama")]
 mod bpe;
@@ -14,6 +15,7 @@ mod kernel;
 #[cfg(feature = "llama")]
 pub mod llama;
 pub mod pages;
+mod rowwise;
 pub mod sample;
 pub mod tokenizer;
 pub mod toy;

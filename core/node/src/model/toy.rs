@@ -9,13 +9,13 @@ use millpond_core::layout::{BLOCK_TOKENS_DEFAULT, Dtype, Layout, Shape};
 
 use super::kernel::Panels;
 use super::tokenizer::Bytes;
-use super::transformer::{Config, LayerWeights, Transformer};
+use super::transformer::{ARITHMETIC, Config, LayerWeights, Transformer};
 use super::{Card, Limits, Model, ModelError, Piece};
 
 /// Its id.
 pub const ID: &str = "toy";
-/// A change of the weights or of the arithmetic changes it.
-const REVISION: &str = "toy@1";
+/// A change of the weights changes it.
+const WEIGHTS: u32 = 1;
 
 const LAYERS: u32 = 4;
 const HEADS: usize = 8;
@@ -51,7 +51,7 @@ pub fn card() -> Card {
     };
     Card {
         id: ID.into(),
-        revision: REVISION.into(),
+        revision: format!("{ID}@{WEIGHTS}.{ARITHMETIC}"),
         layout: Layout::new(shape).expect("the numbers are within the limits"),
         limits: Limits { context_tokens: CONTEXT, vocabulary: VOCABULARY, chunk_tokens: 64 },
         stop_tokens: vec![Bytes::END_OF_TEXT, Bytes::END],

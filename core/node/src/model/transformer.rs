@@ -9,9 +9,13 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use millpond_core::layout::{Dtype, Layout, Side};
 use parking_lot::Mutex;
 
-use super::kernel::{Attention, LANES, Panels, ReadPage, Tiles, Workers, exp, from_half};
+use super::attention::{Attention, ReadPage};
+use super::kernel::{LANES, Panels, Tiles, Workers, from_half};
+use super::rowwise;
 use super::{Card, KvPages, ModelError, Piece, check};
 
+/// Part of every revision: changes with each change that changes a bit of what is computed, so that stored KV is not mixed.
+pub(super) const ARITHMETIC: u32 = 2;
 /// Most query tokens that one attention task handles.
 const QUERIES_MAX: usize = 32;
 
@@ -155,10 +159,10 @@ impl Transformer {
         total: usize,
         buffers: &mut Buffers,
     ) -> Result<(), ModelError> {
-        let weights = &self.layers[index];
+        let (weights, epsilon) = (&self.layers[index], self.config.norm_epsilon);
         let layer = u32::try_from(index).expect("layouts have few layers");
         let Buffers { hidden, x, product, queries, attended, row } = buffers;
-        self.norm(hidden, total, &weights.attention_norm, x);
+        rowwise::norm(&self.workers, hidden, total, &weights.attention_norm, epsilon, x);
         self.product(&weights.query_key_value, x, product);
         self.rotate(product, total, places, queries);
         for rows in places {
@@ -172,12 +176,12 @@ impl Transformer {
         self.attend(pieces, places, total, layer, queries, attended);
         self.gather(attended, total, x);
         self.product(&weights.attention_out, x, product);
-        self.workers.wide(|| add(hidden, product));
-        self.norm(hidden, total, &weights.feed_forward_norm, x);
+        rowwise::add(&self.workers, hidden, product);
+        rowwise::norm(&self.workers, hidden, total, &weights.feed_forward_norm, epsilon, x);
         self.product(&weights.gate_up, x, product);
-        self.gate(product, total, x);
+        rowwise::gate(&self.workers, product, total, x);
         self.product(&weights.down, x, product);
-        self.workers.wide(|| add(hidden, product));
+        rowwise::add(&self.workers, hidden, product);
         Ok(())
     }
 
@@ -186,23 +190,11 @@ impl Transformer {
         weights.product(&self.workers, x, out);
     }
 
-    /// Root-mean-square norm of each row, into tiles.
-    fn norm(&self, hidden: &[f32], total: usize, weights: &[f32], x: &mut Tiles) {
-        x.shape(total, self.config.width);
-        self.workers.wide(|| {
-            for row in 0..total {
-                norm_row(hidden, total, row, weights, self.config.norm_epsilon, |column, values| {
-                    x.put(row, column, values);
-                });
-            }
-        });
-    }
-
     /// Turns queries and keys by their positions; queries go, scaled, to where attention reads them.
     fn rotate(&self, product: &mut [f32], total: usize, places: &[Rows], queries: &mut Vec<f32>) {
         let (group, head_dim, heads) = (self.group(), self.head_dim(), self.config.heads);
         queries.resize(heads * total * head_dim, 0.0);
-        let scale = 1.0 / (head_dim as f32).sqrt();
+        let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
         for rows in places {
             for row in 0..rows.count {
                 let turns = &self.rotations[(rows.start + row) * head_dim / 2..][..head_dim / 2];
@@ -291,36 +283,19 @@ impl Transformer {
         }
     }
 
-    /// `silu(gate) × up`, into tiles.
-    fn gate(&self, product: &[f32], total: usize, x: &mut Tiles) {
-        let inner = self.config.feed_forward;
-        x.shape(total, inner);
-        let (gates, ups) = product.split_at(inner * total);
-        self.workers.wide(|| {
-            let lanes = gates.as_chunks::<LANES>().0.iter().zip(ups.as_chunks::<LANES>().0);
-            for (index, (gate, up)) in lanes.enumerate() {
-                let mut values = [0.0; LANES];
-                for lane in 0..LANES {
-                    values[lane] = gate[lane] / (1.0 + exp(-gate[lane])) * up[lane];
-                }
-                x.put(index % total, index / total * LANES, &values);
-            }
-        });
-    }
-
     fn logits(&self, pieces: &mut [Piece<'_>], places: &[Rows], total: usize, buffers: &mut Buffers) {
         let wanted: Vec<Rows> = places.iter().filter(|rows| pieces[rows.piece].logits.is_some()).copied().collect();
         if wanted.is_empty() {
             return;
         }
-        let Buffers { hidden, x, product, .. } = buffers;
-        x.shape(wanted.len(), self.config.width);
-        for (index, rows) in wanted.iter().enumerate() {
-            let last = rows.first + rows.count - 1;
-            norm_row(hidden, total, last, &self.final_norm, self.config.norm_epsilon, |column, values| {
-                x.put(index, column, values);
-            });
+        let Buffers { hidden, x, product, row, .. } = buffers;
+        row.clear();
+        for panel in hidden.chunks_exact(total * LANES) {
+            for rows in &wanted {
+                row.extend_from_slice(&panel[(rows.first + rows.count - 1) * LANES..][..LANES]);
+            }
         }
+        rowwise::norm(&self.workers, row, wanted.len(), &self.final_norm, self.config.norm_epsilon, x);
         self.product(self.head.as_ref().unwrap_or(&self.embedding), x, product);
         for (index, rows) in wanted.iter().enumerate() {
             if let Some(logits) = pieces[rows.piece].logits.as_deref_mut() {
@@ -342,45 +317,6 @@ impl Transformer {
 
     fn group(&self) -> usize {
         self.config.heads / self.kv_heads()
-    }
-}
-
-#[inline(always)]
-fn add(into: &mut [f32], values: &[f32]) {
-    into.iter_mut().zip(values).for_each(|(into, value)| *into += *value);
-}
-
-#[inline(always)]
-fn norm_row(
-    hidden: &[f32],
-    total: usize,
-    row: usize,
-    weights: &[f32],
-    epsilon: f32,
-    mut put: impl FnMut(usize, &[f32]),
-) {
-    let lanes = |panel: usize| -> &[f32; LANES] { &hidden.as_chunks::<LANES>().0[panel * total + row] };
-    let panels = weights.len() / LANES;
-    let mut squares = [0f32; LANES];
-    for panel in 0..panels {
-        for (square, value) in squares.iter_mut().zip(lanes(panel)) {
-            *square += value * value;
-        }
-    }
-    let mut half = LANES / 2;
-    while half > 0 {
-        for lane in 0..half {
-            squares[lane] += squares[lane + half];
-        }
-        half /= 2;
-    }
-    let scale = 1.0 / (squares[0] / weights.len() as f32 + epsilon).sqrt();
-    for panel in 0..panels {
-        let mut values = *lanes(panel);
-        for (value, weight) in values.iter_mut().zip(&weights[panel * LANES..]) {
-            *value = *value * scale * weight;
-        }
-        put(panel * LANES, &values);
     }
 }
 
