@@ -293,7 +293,6 @@ impl<R: Runtime> Inner<R> {
         let is_over = sequence.take_token(first.token, now, |step| {
             step.started = Some(started(&first, reserve_ns, now.since(begun)));
         });
-        self.prefill.keep_shared(&prompt, first.cached_tokens, &mut sequence.pages);
         Ok(is_over)
     }
 

@@ -324,30 +324,24 @@ impl Page {
         Some(bytes)
     }
 
-    /// Makes a split page whole again; `false` if somebody still holds a layer, and the page is of no more use then.
+    /// Makes a split page whole again; `false` if somebody still holds a layer, or all of it is away: try again later.
     pub fn join(&mut self) -> bool {
-        let layers = match std::mem::replace(&mut self.memory, Memory::Away) {
-            Memory::Layers(layers) => layers,
-            whole => {
-                self.memory = whole;
-                return !matches!(self.memory, Memory::Away);
-            }
-        };
-        let mut whole: Option<RegionBuf> = None;
-        for layer in layers {
-            let buf = match layer {
-                LayerMemory::Own(buf) => Ok(buf),
-                LayerMemory::Shared(bytes) => bytes.try_unwrap(),
-            };
-            let Ok(buf) = buf else { return false };
-            whole = match whole {
-                None => Some(buf),
-                Some(first) => first.unsplit(buf).ok(),
-            };
+        let Memory::Layers(layers) = &mut self.memory else { return !matches!(self.memory, Memory::Away) };
+        let own = std::mem::take(layers).into_iter().map(|layer| match layer {
+            LayerMemory::Own(buf) => LayerMemory::Own(buf),
+            LayerMemory::Shared(bytes) => bytes.try_unwrap().map_or_else(LayerMemory::Shared, LayerMemory::Own),
+        });
+        *layers = own.collect();
+        if layers.iter().any(|layer| matches!(layer, LayerMemory::Shared(_))) {
+            return false;
         }
-        if let Some(whole) = whole {
-            self.memory = Memory::Own(whole);
-        }
+        let own = std::mem::take(layers).into_iter().filter_map(|layer| match layer {
+            LayerMemory::Own(buf) => Some(buf),
+            LayerMemory::Shared(_) => None,
+        });
+        // They are what `split` cut one buffer into, in order.
+        let whole = own.reduce(|whole, next| whole.unsplit(next).expect("layers of a page are adjacent"));
+        self.memory = whole.map_or(Memory::Away, Memory::Own);
         !matches!(self.memory, Memory::Away)
     }
 

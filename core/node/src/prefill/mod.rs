@@ -2,8 +2,9 @@
 //!
 //! Blocks that the store has are loaded, the rest is computed in chunks, one chunk at a time over all requests, so a short
 //! prompt waits for a chunk of a long one and not for all of it. KV leaves by an [`Outlet`] layer by layer while later
-//! layers are computed; new full blocks go to the store afterwards. The role works alone (colocated, the decode role calls
-//! it in the process and takes the pages over by handle) or behind [`service`].
+//! layers are computed. New full blocks go to the store as soon as a chunk completed them and they have left, so a process
+//! that dies late loses little. The role works alone (colocated, the decode role calls it in the process and takes the pages
+//! over by handle) or behind [`service`].
 
 mod outlet;
 pub mod service;
@@ -108,6 +109,8 @@ pub struct Computed {
     pub next_token: u32,
     /// Tokens whose KV was loaded.
     pub cached_tokens: u32,
+    /// Leading blocks that the store has or is being given; see [`Prefill::keep`] for those after them.
+    pub kept_blocks: usize,
     /// Where the time went.
     pub times: PrefillTimes,
 }
@@ -241,7 +244,7 @@ impl<R: Runtime> Prefill<R> {
         };
         let _stop = StopOnDrop(Arc::clone(&work.stop));
         let cached_tokens = u32::try_from(work.done).unwrap_or(u32::MAX);
-        let chunk = inner.chunk_tokens();
+        let (chunk, mut kept_blocks) = (inner.chunk_tokens(), hits);
         while work.done < work.tokens.len() {
             let asked = inner.runtime.now();
             let turn = inner.turn.lock().await;
@@ -254,12 +257,16 @@ impl<R: Runtime> Prefill<R> {
             times.compute_ns += inner.runtime.now().since(begun).as_nanos();
             inner.waiting_tokens.fetch_sub((work.done - before) as u64, Ordering::Relaxed);
             inner.metrics.computed.add((work.done - before) as u64);
+            if work.done < work.tokens.len() {
+                kept_blocks = self.keep_complete(&names, kept_blocks, work.done / block, &mut work.pages);
+            }
         }
         inner.metrics.cached.add(cached_tokens.into());
         inner.metrics.compute.observe(Duration::from_nanos(times.compute_ns));
         let position = u32::try_from(work.tokens.len()).unwrap_or(u32::MAX);
         let next_token = sample(&work.logits, &prompt.sampling, position);
-        Ok((Computed { pages: work.pages, next_token, cached_tokens, times }, work.outlet))
+        kept_blocks = self.keep_complete(&names, kept_blocks, work.done / block, &mut work.pages);
+        Ok((Computed { pages: work.pages, next_token, cached_tokens, kept_blocks, times }, work.outlet))
     }
 
     /// Loads the leading blocks that the store has into the first pages; how many, and all pages. At least one token is
@@ -300,24 +307,26 @@ impl<R: Runtime> Prefill<R> {
     /// that ended. Without a store they come free at once.
     pub fn keep(&self, tenant: &str, tokens: &[u32], first: usize, mut pages: Vec<Page>) {
         let prompt = Prompt { tokens: tokens.into(), tenant: tenant.into(), ..Default::default() };
-        let puts = self.puts(&prompt, first, &mut pages);
+        let names = self.inner.names(&prompt);
+        let puts = self.puts(&names, first, names.len(), &mut pages);
         self.put(puts, pages);
     }
 
-    /// The same for the new blocks of a prompt, while the caller goes on reading `pages`.
-    pub(crate) fn keep_shared(&self, prompt: &Prompt, cached_tokens: u32, pages: &mut [Page]) {
-        let first = cached_tokens / self.card().layout.shape().block_tokens;
-        let puts = self.puts(prompt, first as usize, pages);
+    /// The same for blocks `first..end` of a prompt whose pages are still in use, as far as they can be shared by now;
+    /// where the next ones begin.
+    fn keep_complete(&self, names: &[BlockName], first: usize, end: usize, pages: &mut [Page]) -> usize {
+        let puts = self.puts(names, first, end, pages);
+        let next = first + puts.len();
         self.put(puts, Vec::new());
+        next
     }
 
-    fn puts(&self, prompt: &Prompt, first: usize, pages: &mut [Page]) -> Vec<Put> {
+    fn puts(&self, names: &[BlockName], first: usize, end: usize, pages: &mut [Page]) -> Vec<Put> {
         if self.inner.blocks.is_none() {
             return Vec::new();
         }
-        let names = self.inner.names(prompt);
-        let blocks = names.iter().zip(pages).enumerate().skip(first);
-        let puts = blocks.filter_map(|(index, (name, page))| {
+        let blocks = names.iter().zip(pages).enumerate().take(end).skip(first);
+        let puts = blocks.map_while(|(index, (name, page))| {
             let parent = index.checked_sub(1).map(|before| names[before]);
             page.join().then(|| Put { name: *name, parent, bytes: page.share() })
         });

@@ -84,8 +84,7 @@ fn send_and_keep<R: Runtime>(
         };
         // Nobody may be there to hear it.
         let _ = sender.send(done);
-        let known = computed.cached_tokens / owner.card().layout.shape().block_tokens;
-        owner.keep(&prompt.tenant, &prompt.tokens, known as usize, computed.pages);
+        owner.keep(&prompt.tenant, &prompt.tokens, computed.kept_blocks, computed.pages);
     });
     receiver
 }
