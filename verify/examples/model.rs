@@ -1,16 +1,28 @@
-//! Measures a model by itself: prefill, a suffix after cached tokens beside the suffix alone, and decode.
+//! Measures a model: prefill beside candle's own loop, a suffix after cached tokens beside the suffix alone, and decode; by
+//! itself, and through a store, a prefill and a decode node.
 //!
 //! `cargo run --release -p millpond-verify --example model [FILE]`; without FILE, the model that the fetch script left.
 //! Pairs are interleaved, and each figure is the median over rounds: a machine that slows down slows both.
 
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
+use millpond_core::time::Duration;
 use millpond_node::model::pages::HeapPages;
 use millpond_node::model::{Model, Piece, Source};
+use millpond_node::runtime::Runtime;
+use millpond_tokio::Tokio;
+use millpond_verify::reference::{Reference, Weights};
+use millpond_verify::trio::Trio;
 
 /// Tokens that are cached before a suffix.
 const PREFIX: usize = 1000;
+const SUFFIXES: [usize; 4] = [16, 64, 128, 256];
 const ROUNDS: usize = 7;
+/// Requests that come 20 ms apart, and the length of their answers.
+const REQUESTS: usize = 16;
+const ANSWER: usize = 64;
 
 fn main() {
     let source = std::env::args().nth(1).map_or_else(Source::preferred, |file| Source::parse(&file));
@@ -19,16 +31,19 @@ fn main() {
         return;
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let model = source.load(threads).expect("the model");
-    let model = &*model;
-    println!("model {}, {threads} threads", model.card().id);
-    prefill(model);
-    for len in [16, 64, 128, 256] {
+    let shared = source.load(threads).expect("the model");
+    let model = &*shared;
+    println!("{}, {threads} threads", model.card().id);
+    if let Source::File(path) = &source {
+        prefill(model, path);
+    }
+    for len in SUFFIXES {
         suffix(model, len);
     }
     for batch in [1, 16] {
         decode(model, batch);
     }
+    millpond_tokio::run(|runtime| serve(runtime, Arc::clone(&shared))).expect("a runtime");
 }
 
 fn small(value: usize) -> u32 {
@@ -65,11 +80,24 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-fn prefill(model: &dyn Model) {
+fn prefill(model: &dyn Model, path: &Path) {
     let (prompt, mut kv) = (tokens(model, PREFIX + 24, 1), pages(model, PREFIX + 24));
     let mut logits = vec![0.0; model.card().limits.vocabulary as usize];
+    let speed = |len: usize, span: f64| len as f64 / span;
     let span = median((0..3).map(|_| compute(model, &prompt, 0, &mut kv, &mut logits)).collect());
-    println!("prefill of {} tokens: {:.0} tokens/s", prompt.len(), prompt.len() as f64 / span);
+    println!("prefill of {} tokens: {:.0} tokens/s", prompt.len(), speed(prompt.len(), span));
+    let short = &prompt[..128];
+    let mut candle = Reference::load(path, Weights::Quantised).expect("candle reads the file");
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        ours.push(compute(model, short, 0, &mut kv, &mut logits));
+        candle.clear();
+        let begun = Instant::now();
+        candle.forward(short).expect("candle computes");
+        theirs.push(begun.elapsed().as_secs_f64());
+    }
+    let (ours, theirs) = (speed(128, median(ours)), speed(128, median(theirs)));
+    println!("prefill of 128 tokens: {ours:.0} tokens/s, candle's loop {theirs:.1}: {:.1} times", ours / theirs);
 }
 
 fn suffix(model: &dyn Model, len: usize) {
@@ -106,4 +134,69 @@ fn decode(model: &dyn Model, batch: usize) {
         model.forward(&mut pieces).expect("the pieces are right");
     }
     println!("decode, batch of {batch}: {:.0} tokens/s", (batch * steps) as f64 / begun.elapsed().as_secs_f64());
+}
+
+/// Through the nodes: time to the first token, and many requests on one decode node.
+async fn serve(runtime: Tokio, model: Arc<dyn Model>) {
+    let mut trio = Trio::start(runtime.clone(), Arc::clone(&model), Arc::clone(&model), "").await;
+    let (model, block) = (&model, model.card().layout.shape().block_tokens as usize);
+    let prefix = tokens(&**model, PREFIX, 4);
+    trio.say(&prefix, 1).await;
+    trio.stored(PREFIX / block).await;
+    for when in ["", ", prefill node restarted"] {
+        for len in SUFFIXES {
+            first_token(&trio, &**model, &prefix, len, when).await;
+        }
+        trio.restart_prefill(Arc::clone(model)).await;
+    }
+    let prompts: Vec<Vec<u32>> = (0..REQUESTS).map(|n| tokens(&**model, 20 + 3 * n, 500 + n)).collect();
+    let (mut solo, begun) = (Vec::new(), Instant::now());
+    for prompt in &prompts {
+        solo.push(trio.say(prompt, small(ANSWER)).await.tokens);
+    }
+    let one = begun.elapsed().as_secs_f64();
+    let begun = Instant::now();
+    let runs = prompts.iter().enumerate().map(|(n, prompt)| {
+        let (trio, runtime) = (&trio, &runtime);
+        async move {
+            runtime.sleep(Duration::from_millis(20 * n as u64)).await;
+            trio.say(prompt, small(ANSWER)).await
+        }
+    });
+    let together = futures::future::join_all(runs).await;
+    let all = begun.elapsed().as_secs_f64();
+    let equal = together.iter().zip(&solo).filter(|(said, solo)| said.tokens == **solo).count();
+    let batch = together.iter().map(|said| said.batch_max).max().unwrap_or(0);
+    let speed = |span: f64| (REQUESTS * ANSWER) as f64 / span;
+    println!(
+        "{REQUESTS} requests 20 ms apart: {:.0} tokens/s, one after the other {:.0}: {:.1} times; batch up to {batch}; \
+         {equal} of {REQUESTS} say what they say alone",
+        speed(all),
+        speed(one),
+        one / all
+    );
+    trio.end().await;
+}
+
+async fn first_token(trio: &Trio<Tokio>, model: &dyn Model, prefix: &[u32], len: usize, when: &str) {
+    let (mut after, mut alone, mut load) = (Vec::new(), Vec::new(), Vec::new());
+    let mut cached = 0;
+    for round in 0..ROUNDS {
+        let seed = 1000 + len * 100 + 2 * round + when.len();
+        alone.push(trio.say(&tokens(model, len, seed), 1).await.first_token_s);
+        let long = [prefix, &tokens(model, len, seed + 1)].concat();
+        let said = trio.say(&long, 1).await;
+        after.push(said.first_token_s);
+        load.push(said.started.prefill.map_or(0.0, |times| times.load_ns as f64 / 1e9));
+        cached = said.started.cached_tokens;
+    }
+    let (after, alone, load) = (median(after), median(alone), median(load));
+    println!(
+        "first token of {len} after {} ({cached} cached{when}): {:.1} ms, of it loading {:.1}; alone {:.1} ms; {:.2} times",
+        prefix.len(),
+        after * 1e3,
+        load * 1e3,
+        alone * 1e3,
+        after / alone
+    );
 }
