@@ -6,7 +6,7 @@
 
 use millpond_core::time::Duration;
 
-use super::remote::RemoteExtent;
+use super::remote::{RemoteExtent, RemoteRegion};
 use super::transfer::Outcome;
 use super::{Region, RegionBuf, RegionBytes};
 
@@ -29,8 +29,10 @@ use super::{Region, RegionBuf, RegionBytes};
 pub struct Batch {
     pub(super) requests: Vec<Request>,
     pub(super) settings: Settings,
-    /// Kept for its allocation.
+    /// Empty; kept for its allocation.
     pub(super) outcomes: Vec<Outcome>,
+    /// The same.
+    pub(super) remotes: Vec<RemoteRegion>,
 }
 
 /// How a batch travels. Plain data, kept apart from the requests.

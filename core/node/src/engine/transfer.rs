@@ -257,7 +257,9 @@ impl Report {
     /// The batch, emptied, with its settings and allocations, for the next one.
     #[must_use]
     pub fn into_batch(self) -> Batch {
-        self.batch
+        let mut outcomes = self.outcomes;
+        outcomes.clear();
+        Batch { outcomes, ..self.batch }
     }
 }
 
@@ -340,7 +342,7 @@ impl Shared {
 
     /// It ends before it began.
     pub(super) fn fail(&self, batch: Batch, cause: &Cause) {
-        let Batch { mut requests, settings, mut outcomes } = batch;
+        let Batch { mut requests, settings, mut outcomes, remotes } = batch;
         for request in requests.drain(..) {
             let mut outcome = Outcome::pending(request.remote().len(), 0);
             outcome.status = Status::Failed(Failure { cause: cause.clone(), far: Far::Untouched });
@@ -349,7 +351,7 @@ impl Shared {
             }
             outcomes.push(outcome);
         }
-        let batch = Batch { requests, settings, outcomes: Vec::new() };
+        let batch = Batch { requests, settings, outcomes: Vec::new(), remotes };
         self.complete(Report { outcomes, batch, id: self.id, elapsed: Duration::ZERO, via: None, retries: 0 });
     }
 }

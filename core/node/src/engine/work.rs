@@ -150,19 +150,19 @@ pub(super) struct Cutter<'a> {
     work: &'a mut Work,
     parts: &'a mut Vec<Part>,
     spare: &'a mut Vec<Vec<Piece>>,
-    /// Where the open part of each peer is in `parts`; one peer in most batches.
-    open: Vec<(Handle, usize)>,
+    /// Where this batch's parts begin.
+    first: usize,
 }
 
 impl Work {
     pub(super) fn new(shared: Arc<Shared>, batch: Batch, now: Instant, progress_deadline: Duration) -> Self {
-        let Batch { requests, settings, outcomes } = batch;
+        let Batch { requests, settings, outcomes, remotes } = batch;
         Self {
             shared,
             outcomes,
             requests,
             settings,
-            remotes: Vec::new(),
+            remotes,
             rests: Vec::new(),
             written: Vec::new(),
             start: now,
@@ -183,7 +183,7 @@ impl Work {
         let first = parts.len();
         let mut requests = std::mem::take(&mut self.requests);
         self.outcomes.reserve(requests.len());
-        let mut cutter = Cutter { limits, work: self, parts, spare, open: Vec::new() };
+        let mut cutter = Cutter { limits, work: self, parts, spare, first };
         for (index, request) in (0u32..).zip(requests.drain(..)) {
             cutter.add(key, index, request);
         }
@@ -272,7 +272,9 @@ impl Work {
                 None => Some(rest),
             };
         }
-        let batch = Batch { requests: self.requests, settings: self.settings, outcomes: Vec::new() };
+        self.remotes.clear();
+        let Self { requests, settings, remotes, .. } = self;
+        let batch = Batch { requests, settings, outcomes: Vec::new(), remotes };
         let (id, elapsed) = (self.shared.id, now.since(self.start));
         let report = Report { outcomes: self.outcomes, batch, id, elapsed, via: self.used, retries: self.retries };
         (self.shared, report)
@@ -320,21 +322,20 @@ impl Cutter<'_> {
         self.work.outcomes.push(Outcome::pending(len, pieces));
     }
 
+    /// The last part to that peer, if there is room in it, or a new one; one peer in most batches.
     fn part_for(&mut self, key: Handle, peer: Handle, len: u64) -> &mut Part {
-        let found = self.open.iter().position(|(open, _)| *open == peer);
-        if let Some(found) = found {
-            let at = self.open[found].1;
-            let part = &self.parts[at];
-            if part.pieces.len() < self.limits.moves_max && part.bytes + len <= self.limits.bytes_max {
-                return &mut self.parts[at];
+        let last = self.parts[self.first..].iter().rposition(|part| part.peer == peer);
+        let has_room =
+            |part: &Part| part.pieces.len() < self.limits.moves_max && part.bytes + len <= self.limits.bytes_max;
+        let at = match last.map(|at| self.first + at).filter(|at| has_room(&self.parts[*at])) {
+            Some(at) => at,
+            None => {
+                let pieces = self.spare.pop().unwrap_or_default();
+                self.parts.push(Part::new(key, peer, pieces, &self.work.settings));
+                self.parts.len() - 1
             }
-            self.open.swap_remove(found);
-        }
-        self.open.push((peer, self.parts.len()));
-        let pieces = self.spare.pop().unwrap_or_default();
-        self.parts.push(Part::new(key, peer, pieces, &self.work.settings));
-        let last = self.parts.len() - 1;
-        &mut self.parts[last]
+        };
+        &mut self.parts[at]
     }
 }
 
