@@ -240,7 +240,10 @@ impl<R: Runtime> Composer<'_, R> {
             Place::At(self.node.client(parse("directory.address", &self.config.directory)?))
         };
         let config = StoreConfig { capacity: store.size, ..StoreConfig::default() };
-        Ok(Some(StoreRole::start(self.engine.clone(), place, config)?))
+        let role = StoreRole::start(self.engine.clone(), place, config)?;
+        let store = role.store().clone();
+        self.node.runtime().spawn_blocking(move || store.populate());
+        Ok(Some(role))
     }
 
     fn client(&self, store: Option<&StoreRole<R>>) -> Result<Option<StoreClient<R>>, ServeError> {

@@ -267,6 +267,12 @@ impl Segment {
         })
     }
 
+    /// The memory it lies in.
+    #[must_use]
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
     /// What it announces to the directory.
     #[must_use]
     pub fn facts(&self) -> SegmentFacts {

@@ -158,6 +158,8 @@ pub(super) async fn node<R: Runtime>(
         None => Place::Here(ShardConfig { is_first: true, ..ShardConfig::default() }),
     };
     let role = StoreRole::start(engine.clone(), place, StoreConfig { capacity: CAPACITY, ..StoreConfig::default() })?;
+    let store = role.store().clone();
+    blocking(runtime, move || store.populate()).await;
     let address = node.open_with(role.router(), &engine).await?.to_string();
     let stop = Stop::new();
     runtime.spawn(role.run(address.clone(), stop.clone()));
