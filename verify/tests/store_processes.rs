@@ -18,7 +18,7 @@ use millpond_node::runtime::{Runtime, Stop};
 use millpond_node::session;
 use millpond_node::store::{Place, StoreConfig, StoreRole};
 use millpond_tokio::Tokio;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
 const NAME: &str = "MILLPOND_TEST_NODE";
 const DIRECTORY: &str = "MILLPOND_TEST_DIRECTORY";
@@ -69,7 +69,13 @@ impl Process {
     }
 
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        let process = Pid::from_child(&self.child);
+        kill_process(process, signal).unwrap();
+        if signal == Signal::STOP {
+            // Its threads stop one after the other; on a busy machine the last ones work on for a while.
+            let status = waitpid(Some(process), WaitOptions::UNTRACED).unwrap();
+            assert!(status.is_some_and(|(_, status)| status.stopped()));
+        }
     }
 
     fn kill(&mut self) {
