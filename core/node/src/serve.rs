@@ -48,8 +48,9 @@ const FAREWELL: Duration = Duration::from_millis(200);
 ///
 /// ```
 /// use millpond_node::serve::ServeError;
-/// let error = ServeError::Address { key: "node.http", source: std::io::ErrorKind::AddrInUse.into() };
-/// assert!(error.to_string().starts_with("`node.http`: "));
+/// let taken = std::io::ErrorKind::AddrInUse.into();
+/// let error = ServeError::Http { address: "127.0.0.1:8080".parse().unwrap(), source: taken };
+/// assert!(error.to_string().contains("`node.http`"));
 /// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
