@@ -222,7 +222,7 @@ impl<R: Runtime> Prefill<R> {
         outlet: Option<Box<dyn Outlet>>,
     ) -> Result<(Computed, Option<Box<dyn Outlet>>), Refusal> {
         let inner = &*self.inner;
-        let _place = inner.admit(prompt.tokens.len())?;
+        let place = inner.admit(prompt.tokens.len())?;
         let mut times = PrefillTimes::default();
         let names = inner.names(prompt);
         let start = inner.runtime.now();
@@ -233,6 +233,7 @@ impl<R: Runtime> Prefill<R> {
             outlet.loaded(&mut pages[..hits]).map_err(Stopped::refusal)?;
         }
         let block = self.card().layout.shape().block_tokens as usize;
+        place.progressed(hits * block);
         let mut work = Work {
             tokens: Arc::clone(&prompt.tokens),
             done: hits * block,
@@ -255,7 +256,7 @@ impl<R: Runtime> Prefill<R> {
             drop(turn);
             times.queue_ns += begun.since(asked).as_nanos();
             times.compute_ns += inner.runtime.now().since(begun).as_nanos();
-            inner.waiting_tokens.fetch_sub((work.done - before) as u64, Ordering::Relaxed);
+            place.progressed(work.done - before);
             inner.metrics.computed.add((work.done - before) as u64);
             if work.done < work.tokens.len() {
                 kept_blocks = self.keep_complete(&names, kept_blocks, work.done / block, &mut work.pages);
@@ -297,9 +298,6 @@ impl<R: Runtime> Prefill<R> {
                 }
             }
         }
-        let rest = prompt.tokens.len() - hits * block;
-        let skipped = (prompt.tokens.len() - rest) as u64;
-        inner.waiting_tokens.fetch_sub(skipped, Ordering::Relaxed);
         Ok((pages, hits))
     }
 
@@ -400,23 +398,29 @@ impl<R> Inner<R> {
         }
         self.waiting_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
         self.metrics.running.set(self.admitted.load(Ordering::Relaxed) as u64);
-        Ok(Place { inner: self })
+        Ok(Place { inner: self, left: AtomicU64::new(tokens as u64) })
     }
 }
 
-/// A prompt's place among those in work.
+/// A prompt's place among those in work, with its tokens that are neither loaded nor computed yet.
 struct Place<'a, R> {
     inner: &'a Inner<R>,
+    left: AtomicU64,
+}
+
+impl<R> Place<'_, R> {
+    fn progressed(&self, tokens: usize) {
+        self.left.fetch_sub(tokens as u64, Ordering::Relaxed);
+        self.inner.waiting_tokens.fetch_sub(tokens as u64, Ordering::Relaxed);
+    }
 }
 
 impl<R> Drop for Place<'_, R> {
     fn drop(&mut self) {
+        // What a cancelled prompt leaves undone waits no more.
+        self.inner.waiting_tokens.fetch_sub(*self.left.get_mut(), Ordering::Relaxed);
         let left = self.inner.admitted.fetch_sub(1, Ordering::Relaxed) - 1;
         self.inner.metrics.running.set(left as u64);
-        if left == 0 {
-            // What cancelled prompts left uncounted.
-            self.inner.waiting_tokens.store(0, Ordering::Relaxed);
-        }
     }
 }
 
