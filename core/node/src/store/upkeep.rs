@@ -40,14 +40,23 @@ impl<R: Runtime> StoreNode<R> {
 
 impl<R: Runtime> Inner<R> {
     async fn keep_joined(self: &Arc<Self>, address: &str) {
-        let (mut is_joined, mut freed) = (false, Vec::new());
+        let (mut is_joined, mut is_out_of_reach, mut freed) = (false, false, Vec::new());
         loop {
             let started = boot_time();
             let beat = if is_joined { self.beat(&mut freed).await } else { self.join(address).await };
             match beat {
-                Ok(()) => is_joined = true,
+                Ok(()) => {
+                    is_joined = true;
+                    if std::mem::take(&mut is_out_of_reach) {
+                        tracing::info!("the directory is reached again");
+                    }
+                }
                 Err(error) if matches!(error.reason(), Some(Reason::NotFound)) => is_joined = false,
-                Err(error) => tracing::warn!(%error, "the directory was not reached; nothing is evicted meanwhile"),
+                Err(error) if !is_out_of_reach => {
+                    is_out_of_reach = true;
+                    tracing::warn!(%error, "the directory is not reached; nothing is evicted until it is");
+                }
+                Err(_) => {}
             }
             self.is_joined.store(is_joined, Ordering::Relaxed);
             if is_joined && let Err(error) = self.commit_uncertain().await {
