@@ -46,6 +46,13 @@ enum Command {
     Up(up::Args),
     /// Run one node with the roles in its configuration.
     Serve(serve::Args),
+    #[command(flatten)]
+    Brief(Brief),
+}
+
+/// Commands that end by themselves.
+#[derive(Debug, Subcommand)]
+enum Brief {
     /// Show the nodes of the cluster and what they hold.
     Status(cluster::At),
     /// Store a file under a key.
@@ -89,12 +96,13 @@ pub async fn run<R: Runtime>(runtime: R, ended: Stop) -> ExitCode {
     let mut out = std::io::stdout();
     let mut output = Output { writer: &mut out, format };
     let ending = match line.command {
+        // They end in order when they are told to, the others at once.
         Command::Up(args) => up::run(&runtime, args, &ended, &mut output).await,
         Command::Serve(args) => serve::run(&runtime, args, &ended, &mut output).await,
-        command => match ended.or_stopped(brief(&runtime, command, &mut output)).await {
-            Ok(ending) => ending,
-            Err(_) => Err(Failure::Interrupted),
-        },
+        Command::Brief(brief) => {
+            let ending = ended.or_stopped(run_brief(&runtime, brief, &mut output)).await;
+            ending.unwrap_or(Err(Failure::Interrupted))
+        }
     };
     match ending {
         Ok(exit) => exit.code().into(),
@@ -105,22 +113,19 @@ pub async fn run<R: Runtime>(runtime: R, ended: Stop) -> ExitCode {
     }
 }
 
-/// Commands that end by themselves.
-async fn brief<R: Runtime>(runtime: &R, command: Command, output: &mut Output<'_>) -> Result<Exit, Failure> {
+async fn run_brief<R: Runtime>(runtime: &R, command: Brief, output: &mut Output<'_>) -> Result<Exit, Failure> {
     match command {
-        // They are handled before.
-        Command::Up(_) | Command::Serve(_) => Ok(Exit::Done),
-        Command::Status(at) => status::run(runtime, &at, output).await,
-        Command::Put(args) => store::put(runtime, args, output).await,
-        Command::Get(args) => store::get(runtime, args, output).await,
-        Command::Rm(args) => store::remove(runtime, args, output).await,
-        Command::Ls(args) => store::list(runtime, args, output).await,
-        Command::Stat(args) => store::stat(runtime, args, output).await,
-        Command::ExplainMiss(args) => store::explain_miss(runtime, args, output).await,
-        Command::Watch(args) => store::watch(runtime, args, output).await,
-        Command::Explain(args) => explain::run(runtime, args, output).await,
-        Command::Doctor(args) => doctor::run(runtime, args, output).await,
-        Command::Bench(args) => Ok(bench::run(runtime, args, output).await?),
+        Brief::Status(at) => status::run(runtime, &at, output).await,
+        Brief::Put(args) => store::put(runtime, args, output).await,
+        Brief::Get(args) => store::get(runtime, args, output).await,
+        Brief::Rm(args) => store::remove(runtime, args, output).await,
+        Brief::Ls(args) => store::list(runtime, args, output).await,
+        Brief::Stat(args) => store::stat(runtime, args, output).await,
+        Brief::ExplainMiss(args) => store::explain_miss(runtime, args, output).await,
+        Brief::Watch(args) => store::watch(runtime, args, output).await,
+        Brief::Explain(args) => explain::run(runtime, args, output).await,
+        Brief::Doctor(args) => doctor::run(runtime, args, output).await,
+        Brief::Bench(args) => Ok(bench::run(runtime, args, output).await?),
     }
 }
 
@@ -146,7 +151,9 @@ fn log(is_service: bool) -> Result<(), String> {
         }
     }
     let targets = Targets::new().with_default(default).with_targets(modules);
-    let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(false);
+    // Standard error may be a pipe that nobody reads any more; that must not end a node.
+    let lines =
+        fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(false).log_internal_errors(false);
     // A process that embeds us may have set up its own.
     let _ = tracing_subscriber::registry().with(lines).with(targets).try_init();
     Ok(())

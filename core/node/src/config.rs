@@ -317,6 +317,9 @@ impl Config {
         config.check()?;
         if config.node.name.is_empty() {
             config.node.name = default_name(&config);
+            if let Some(setting) = config.settings.iter_mut().find(|setting| setting.key == "node.name") {
+                setting.value = toml::Value::from(config.node.name.as_str()).to_string();
+            }
         }
         Ok(config)
     }
@@ -399,9 +402,10 @@ fn node(reader: &mut Reader<'_>) -> Result<Node, ConfigError> {
 /// Nodes that listen on a port of their own choosing are told apart by their processes.
 fn default_name(config: &Config) -> String {
     let (roles, listen) = (config.roles().join("+"), config.node.listen);
-    match listen.port() {
-        0 => format!("{roles}@{}#{}", listen.ip(), std::process::id()),
-        _ => format!("{roles}@{listen}"),
+    match config.node.advertise.as_str() {
+        "" if listen.port() == 0 => format!("{roles}@{}#{}", listen.ip(), std::process::id()),
+        "" => format!("{roles}@{listen}"),
+        advertise => format!("{roles}@{advertise}"),
     }
 }
 
@@ -534,6 +538,24 @@ mod tests {
         assert!(error("[store]").contains("store.directory"));
         assert!(error("[router]").contains("router.decode"));
         assert!(error("[decode]\n[node]\nlisten = \"0.0.0.0:7000\"").contains("node.key"));
+    }
+
+    #[test]
+    fn nodes_without_a_name_are_told_apart_by_where_they_are() {
+        let name = |text: &str| Config::parse(text, |_| None).unwrap().node.name;
+        let host = |address: &str| {
+            name(&format!("[decode]\n[node]\nlisten = \"0.0.0.0:7001\"\nkey = \"k\"\nadvertise = \"{address}:7001\""))
+        };
+        assert_ne!(host("10.0.0.1"), host("10.0.0.2"));
+        assert_eq!(name("[store]\ndirectory = true"), "store@127.0.0.1:7000");
+        assert!(name("[decode]\n[node]\nlisten = \"127.0.0.1:0\"").ends_with(&std::process::id().to_string()));
+    }
+
+    #[test]
+    fn the_key_is_not_shown() {
+        let config = Config::parse("[decode]\n[node]\nkey = \"xyzzy\"", |_| None).unwrap();
+        assert_eq!(config.node.key, "xyzzy");
+        assert!(config.settings().iter().all(|setting| !setting.value.contains("xyzzy")));
     }
 
     #[test]

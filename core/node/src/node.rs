@@ -7,6 +7,7 @@
 //! and look elsewhere) · the roles' own steps, in the order they were registered, the last one first · the sessions say
 //! goodbye, refuse new calls, finish those in flight and close · the listener closes. What is left then is given up.
 
+use std::fs::OpenOptions;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -66,8 +67,8 @@ pub fn identity(name: &str, data: Option<&Path>) -> Result<Identity, NodeError> 
 pub fn claim(data: &Path) -> Result<OwnedFd, NodeError> {
     let failed = |source| NodeError::Data { path: data.to_path_buf(), source };
     std::fs::create_dir_all(data).map_err(failed)?;
-    let options = std::fs::OpenOptions::new().create(true).truncate(false).write(true).clone();
-    let file = options.open(data.join(LOCK_FILE)).map_err(failed)?;
+    let file =
+        OpenOptions::new().create(true).truncate(false).write(true).open(data.join(LOCK_FILE)).map_err(failed)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file.into()),
         Err(Errno::WOULDBLOCK) => Err(NodeError::InUse { path: data.to_path_buf() }),

@@ -135,16 +135,12 @@ impl<R: Runtime> Serving<R> {
         let mut options = node::Options::new(identity);
         (options.key, options.listen, options.drain_span_max) = (key, config.node.listen, config.node.drain);
         let node = Node::new(runtime.clone(), options);
-        let listen = node.bind().await?;
-        let address = match config.node.advertise.as_str() {
-            "" if listen.ip().is_unspecified() => return Err(ServeError::Advertise { listen }),
-            "" => listen.to_string(),
-            advertised => parse("node.advertise", advertised)?.to_string(),
-        };
+        if config.node.advertise.is_empty() && config.node.listen.ip().is_unspecified() {
+            return Err(ServeError::Advertise { listen: config.node.listen });
+        }
         let engine = start_engine(&node, config)?;
-        let (at, own) = (address.clone(), engine.clone());
-        match (Composer { node: node.clone(), engine: own, address: at, config }).open().await {
-            Ok(http) => Ok(Self { node, engine, address, http, _data: data }),
+        match open(&node, &engine, config).await {
+            Ok((address, http)) => Ok(Self { node, engine, address, http, _data: data }),
             Err(error) => {
                 node.drain().await;
                 engine.shut_down().await;
@@ -171,6 +167,21 @@ impl<R: Runtime> Serving<R> {
         self.engine.shut_down().await;
         drained
     }
+}
+
+/// Takes the ports and starts the roles; where both ports are.
+async fn open<R: Runtime>(
+    node: &Node<R>,
+    engine: &Engine<R>,
+    config: &Config,
+) -> Result<(String, SocketAddr), ServeError> {
+    let listen = node.bind().await?;
+    let address = match config.node.advertise.as_str() {
+        "" => listen.to_string(),
+        advertised => parse("node.advertise", advertised)?.to_string(),
+    };
+    let composer = Composer { node: node.clone(), engine: engine.clone(), address: address.clone(), config };
+    Ok((address, composer.open().await?))
 }
 
 fn parse(key: &'static str, address: &str) -> Result<Target, ServeError> {
@@ -365,13 +376,17 @@ impl<R: Runtime> Composer<'_, R> {
         let (stop, wanted) = (Stop::new(), self.config.node.http);
         let listening = http::start(self.node.runtime(), wanted, handler, limits, &stop).await;
         let (address, mut serving) = listening.map_err(|source| ServeError::Http { address: wanted, source })?;
+        // Of a short drain, half is for those who still wait.
+        let patience = (drain_max - FAREWELL).max(Duration::from_nanos(drain_max.as_nanos() / 2));
         let runtime = self.node.runtime().clone();
         self.node.at_end("http", async move {
             stop.stop();
-            let Err(_) = within(&runtime, drain_max - FAREWELL, &mut serving).await else { return };
+            let Err(_) = within(&runtime, patience, &mut serving).await else { return };
             let count = router.map_or(0, |router| router.abandon());
-            tracing::warn!(count, "requests were ended by the end of the node");
-            runtime.sleep(FAREWELL).await;
+            if count > 0 {
+                tracing::warn!(count, "requests were ended by the end of the node");
+            }
+            let _ = within(&runtime, FAREWELL, &mut serving).await;
         });
         Ok(address)
     }

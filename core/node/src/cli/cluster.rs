@@ -114,13 +114,19 @@ pub(super) fn private_dir(dir: &Path) -> Result<(), ClusterError> {
 
 /// Writes a file that only this user can read; whole, or not at all.
 pub(super) fn private_file(path: &Path, text: &str) -> Result<(), ClusterError> {
-    let failed = |error: std::io::Error| unusable(path, error);
     let fresh = path.with_extension(format!("new-{}", std::process::id()));
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&fresh);
-    file.as_mut()
-        .map_err(|error| unusable(&fresh, error))
-        .and_then(|file| file.write_all(text.as_bytes()).map_err(failed))?;
-    fs::rename(&fresh, path).map_err(failed)
+    // What an earlier process of this number left; a link that somebody planted is not followed either.
+    let _ = fs::remove_file(&fresh);
+    let write = || {
+        let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&fresh)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&fresh, path)
+    };
+    write().map_err(|error| {
+        let _ = fs::remove_file(&fresh);
+        unusable(path, error)
+    })
 }
 
 impl Cluster {

@@ -24,6 +24,24 @@ const TRIAL_WITHIN: Duration = Duration::from_secs(5);
 /// Open files below which a busy node runs out of connections.
 const FILES_MIN: u64 = 4096;
 
+/// Transports that the field has a name for, and this version nothing else.
+const ABSENT: [&str; 14] = [
+    "efa",
+    "nvmeof",
+    "nvlink",
+    "nvlink_intra",
+    "hip",
+    "barex",
+    "cxl",
+    "musa",
+    "ascend",
+    "hylink",
+    "tpu",
+    "mpcomm",
+    "flagcx",
+    "file",
+];
+
 /// Arguments of `doctor`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
@@ -62,6 +80,10 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
         rows.push(transport(runtime, via).await);
     }
     rows.extend([rdma(), gpus()]);
+    if args.transports {
+        let absent = |name| (name, Finding::Note, "not used: not implemented in this version".to_owned());
+        rows.extend(ABSENT.map(absent));
+    }
     if !args.transports {
         rows.extend([model(), cluster()]);
     }
@@ -177,7 +199,11 @@ fn rdma() -> Row {
 
 fn gpus() -> Row {
     let nvidia = entries("/proc/driver/nvidia/gpus");
-    let amd = entries("/sys/class/kfd/kfd/topology/nodes").into_iter().skip(1).map(|node| format!("kfd {node}"));
+    // Its nodes are CPUs too; those have no GPU id.
+    let kfd = "/sys/class/kfd/kfd/topology/nodes";
+    let has_gpu =
+        |node: &String| std::fs::read_to_string(format!("{kfd}/{node}/gpu_id")).is_ok_and(|id| id.trim() != "0");
+    let amd = entries(kfd).into_iter().filter(has_gpu).map(|node| format!("kfd {node}"));
     let all: Vec<String> = nvidia.into_iter().chain(amd).collect();
     match all.len() {
         0 => ("gpu", Finding::Note, "not used: this machine has no GPU with a driver".into()),

@@ -46,6 +46,9 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
         .map_err(|error| Failure::Said(format!("{http} answers no JSON ({error}); is it a router of Millpond?")))?;
     if status != 200 {
         let message = answer["error"]["message"].as_str().unwrap_or("it does not say why").to_owned();
+        if status != 404 {
+            return Err(Failure::Said(format!("{http} answers {status}: {message}")));
+        }
         output.line(&message, answer)?;
         return Ok(Exit::Missing);
     }

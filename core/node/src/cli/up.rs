@@ -11,7 +11,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use futures::future::{Either, join_all, select};
+use futures::future::join_all;
 use futures::stream::{FuturesUnordered, StreamExt};
 use millpond_core::time::Duration;
 use rustix::io::Errno;
@@ -27,11 +27,13 @@ use crate::model::{Card, Source};
 use crate::runtime::{Runtime, Stop, within};
 
 use child::{Child, Told};
-use plan::Plan;
+use plan::{Plan, STAGES};
 
 /// How long the router may take to reach its nodes once all serve.
 const READY_WITHIN: Duration = Duration::from_secs(20);
-/// How long a node may take to end once it was told to.
+/// How long a node may take to start; it may have to read a model.
+const START_WITHIN: Duration = Duration::from_secs(120);
+/// How long the nodes of one stage may take to end once they were told to.
 const END_WITHIN: Duration = Duration::from_secs(8);
 
 /// Arguments of `up`.
@@ -200,8 +202,14 @@ impl Drop for Folder {
 /// The key of a cluster: kept with its data, so that blocks have the same names at the next start; else a new one.
 fn key(data: Option<&Path>) -> Result<String, Failure> {
     let file = data.map(|data| data.join("key"));
-    if let Some(text) = file.as_deref().and_then(|file| std::fs::read_to_string(file).ok()) {
-        return Ok(text.trim().to_owned());
+    if let Some(file) = &file {
+        match std::fs::read_to_string(file) {
+            Ok(text) if !text.trim().is_empty() => return Ok(text.trim().to_owned()),
+            Ok(_) => return Err(Failure::Said(format!("{} is empty; it should hold a key", file.display()))),
+            // Only a key that never was is made: another one would hide whatever is stored.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(Failure::system(file.display().to_string())(error)),
+        }
     }
     let mut bytes = [0_u8; 32];
     getrandom::fill(&mut bytes).map_err(|error| Failure::Said(format!("the system gives no random bytes: {error}")))?;
@@ -216,6 +224,7 @@ fn key(data: Option<&Path>) -> Result<String, Failure> {
 /// A node of the cluster and the process that is it now.
 struct Member {
     name: String,
+    stage: usize,
     config: PathBuf,
     told: Told,
     child: Arc<Child>,
@@ -232,7 +241,7 @@ struct Crew<R> {
 impl<R: Runtime> Crew<R> {
     /// Starts every node; each is told the addresses of those before it. Nodes of one stage start together.
     async fn start(&mut self) -> Result<(), Failure> {
-        for stage in 0..self.plan.stages() {
+        for stage in 0..STAGES {
             let told: Vec<(String, String)> =
                 self.members.iter().map(|member| (member.name.clone(), member.told.address.clone())).collect();
             let nodes = self.plan.nodes(stage, &told);
@@ -244,16 +253,16 @@ impl<R: Runtime> Crew<R> {
                 // Noted before it is waited for: whatever fails from here on, it is ended.
                 let told = Told { address: String::new(), http: SocketAddr::from(([0, 0, 0, 0], 0)) };
                 started.push(self.members.len());
-                self.members.push(Member { name, config, told, child });
+                self.members.push(Member { name, stage, config, told, child });
             }
             let waits = started.iter().map(|&place| {
                 let member = &self.members[place];
-                let (child, name) = (Arc::clone(&member.child), member.name.clone());
+                let (child, name, runtime) = (Arc::clone(&member.child), member.name.clone(), self.runtime.clone());
                 async move {
-                    child
-                        .ready()
-                        .await
-                        .ok_or_else(|| Failure::Said(format!("{name} did not start; its reason is above")))
+                    let told = within(&runtime, START_WITHIN, child.ready()).await;
+                    let told =
+                        told.map_err(|_| Failure::Said(format!("{name} did not start within {START_WITHIN}")))?;
+                    told.ok_or_else(|| Failure::Said(format!("{name} did not start; its reason is above")))
                 }
             });
             let told: Vec<_> = join_all(waits).await;
@@ -284,18 +293,21 @@ impl<R: Runtime> Crew<R> {
         keepers.collect::<()>().await;
     }
 
-    /// Ends all, the last one started first.
+    /// Ends all, the last stage first: those who ask before those who are asked.
     async fn end(&mut self) {
-        while let Some(member) = self.members.pop() {
-            let deadline = self.runtime.sleep(END_WITHIN);
-            member.child.terminate();
-            futures::pin_mut!(deadline);
-            if let Either::Right(_) = select(Box::pin(member.child.ended()), deadline).await {
-                tracing::warn!(node = member.name, "does not end; it is killed");
-                member.child.kill();
-                member.child.ended().await;
-            }
+        for stage in (0..STAGES).rev() {
+            let members = self.members.iter().filter(|member| member.stage == stage);
+            let ends = members.map(|member| async {
+                member.child.terminate();
+                if within(&self.runtime, END_WITHIN, member.child.ended()).await.is_err() {
+                    tracing::warn!(node = member.name, "does not end; it is killed");
+                    member.child.kill();
+                    member.child.ended().await;
+                }
+            });
+            join_all(ends).await;
         }
+        self.members.clear();
     }
 }
 

@@ -10,6 +10,9 @@ use toml::de::{DeTable, DeValue};
 
 use super::{ConfigError, parse_size};
 
+/// The setting whose value nobody is shown.
+const SECRET: &str = "node.key";
+
 /// Where a value came from.
 ///
 /// ```
@@ -146,7 +149,9 @@ impl<'a> Reader<'a> {
             (None, Some(given)) => (given.value, Origin::File { line: given.line }),
             (None, None) => (default, Origin::Default),
         };
-        self.settings.push(Setting { key: key.into(), value: value.shown(), origin: origin.clone() });
+        let is_secret = key == SECRET && origin != Origin::Default;
+        let shown = if is_secret { "(set)".to_owned() } else { value.shown() };
+        self.settings.push(Setting { key: key.into(), value: shown, origin: origin.clone() });
         (value, origin)
     }
 

@@ -36,7 +36,8 @@ pub(super) struct Core {
     timers: Mutex<Timers>,
     driver: AtomicWaker,
     kicked: AtomicBool,
-    /// Until when the driver sleeps on what it armed, in nanoseconds; 0 while it is awake. Changed under the progress lock.
+    /// Until when the driver sleeps on what it armed, in nanoseconds; 0 while it is awake. Set by the driver under
+    /// the progress lock, cleared by the driver alone.
     asleep_until: AtomicU64,
     is_shut_down: AtomicBool,
     next_transfer: AtomicU64,

@@ -175,7 +175,11 @@ pub(super) fn admit(core: &Core, met: &Met) -> Result<(), Refusal> {
     if core.is_shut_down() {
         return Err(Refusal::of(Field::Draining));
     }
-    core.locked(|shard| shard.admit(&met.hello.identity, (index, generation), &core.options, boot_time()))
+    let admitted =
+        core.locked(|shard| shard.admit(&met.hello.identity, (index, generation), &core.options, boot_time()));
+    // Admitting makes turns, and whether a lane comes of it is open yet.
+    core.rearm_driver();
+    admitted
 }
 
 /// Takes over a lane that was accepted on the node's port.

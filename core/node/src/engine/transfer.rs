@@ -405,7 +405,6 @@ impl Future for Transfer {
         let mut state = self.shared.state.lock();
         if let Some(report) = state.report.take() {
             drop(state);
-            self.spin_end = None;
             self.shared.core.rearm_driver();
             return Poll::Ready(report);
         }
@@ -430,7 +429,7 @@ impl Drop for Transfer {
     fn drop(&mut self) {
         if !self.is_over() {
             self.shared.core.kick();
-        } else if self.spin_end.is_some() {
+        } else {
             self.shared.core.rearm_driver();
         }
     }

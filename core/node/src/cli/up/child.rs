@@ -1,6 +1,6 @@
 //! A node's process: started, listened to, ended.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -15,8 +15,17 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
 use crate::cli::failure::Failure;
 
-/// Settings that differ from node to node.
-const PER_NODE: [&str; 2] = ["MILLPOND_NODE_", "MILLPOND_DIRECTORY_"];
+/// Settings that `up` writes itself, and what they begin with where it writes all of a section.
+const WRITTEN: [&str; 8] = [
+    "MILLPOND_NODE_",
+    "MILLPOND_DIRECTORY_",
+    "MILLPOND_STORE_SIZE",
+    "MILLPOND_STORE_DIRECTORY",
+    "MILLPOND_MODEL_FILE",
+    "MILLPOND_MODEL_NAME",
+    "MILLPOND_ROUTER_PREFILL",
+    "MILLPOND_ROUTER_DECODE",
+];
 
 /// Where a node says it is.
 #[derive(Clone, Debug)]
@@ -29,7 +38,8 @@ pub(super) struct Told {
 
 /// The lines of a pipe until it closes.
 fn lines(pipe: impl Read) -> impl Iterator<Item = String> {
-    BufReader::new(pipe).lines().map_while(Result::ok)
+    let lines = BufReader::new(pipe).split(b'\n').map_while(Result::ok);
+    lines.map(|line| String::from_utf8_lossy(&line).into_owned())
 }
 
 /// A process that is a node. A thread waits for its end, so it is always reaped.
@@ -47,9 +57,9 @@ impl Child {
         let mut command = Command::new(binary);
         command.arg("serve").arg("--config").arg(config).arg("--announce");
         command.arg("--die-with").arg(std::process::id().to_string());
-        // What the environment says of one node is not meant for every one.
+        // The environment is over a node's file, but not over what `up` was told.
         for (variable, _) in std::env::vars_os() {
-            if variable.to_str().is_some_and(|name| PER_NODE.iter().any(|section| name.starts_with(section))) {
+            if variable.to_str().is_some_and(|name| WRITTEN.iter().any(|written| name.starts_with(written))) {
                 command.env_remove(variable);
             }
         }
@@ -73,7 +83,8 @@ impl Child {
         };
         let logging = move || {
             for line in err.into_iter().flat_map(lines) {
-                eprintln!("{shown}: {line}");
+                // Whoever read our log may be gone; the nodes' pipes are emptied all the same.
+                let _ = writeln!(std::io::stderr(), "{shown}: {line}");
             }
         };
         let waiting = move || {

@@ -8,6 +8,9 @@ use super::Args;
 use super::child::Told;
 use crate::model::Source;
 
+/// Stages of a start: nodes of one start together, and end together.
+pub(super) const STAGES: usize = 3;
+
 /// A cluster as it is to be. Stage 0 is the store node with the directory, stage 1 whoever needs it, stage 2 the router.
 pub(super) struct Plan {
     args: Args,
@@ -35,10 +38,6 @@ impl Plan {
 
     pub(super) fn has_store(&self) -> bool {
         !self.args.no_store
-    }
-
-    pub(super) fn stages(&self) -> usize {
-        3
     }
 
     /// Names and configurations of a stage's nodes.
@@ -142,7 +141,7 @@ mod tests {
         for line in [&["--store", "2", "--prefill", "2"][..], &["--colocated"], &["--no-store", "--decode", "3"]] {
             let plan = plan(line);
             let mut running = Vec::new();
-            for stage in 0..plan.stages() {
+            for stage in 0..STAGES {
                 for (name, text) in plan.nodes(stage, &running) {
                     let config =
                         Config::parse(&text, |_| None).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"));
