@@ -103,10 +103,11 @@ pub(super) async fn run<R: Runtime>(
     let mut crew = Crew { runtime: runtime.clone(), plan, dir: dir.0.clone(), members: Vec::new() };
     let ending = match ended.or_stopped(crew.start()).await {
         Ok(Ok(())) => {
-            let cluster = crew.cluster(args.http);
+            let cluster = crew.cluster();
             let greeting = async {
                 cluster.write()?;
-                greet(runtime, &args, &source, &card, output).await
+                let is_stopgap = args.model.is_none() && source == Source::Toy;
+                greet(runtime, cluster.http, is_stopgap, &card, output).await
             };
             let ending = match ended.or_stopped(greeting).await {
                 Ok(Ok(())) => {
@@ -129,15 +130,15 @@ pub(super) async fn run<R: Runtime>(
 /// Waits until the router has its nodes, and tells the user.
 async fn greet<R: Runtime>(
     runtime: &R,
-    args: &Args,
-    source: &Source,
+    http: SocketAddr,
+    is_stopgap: bool,
     card: &Card,
     output: &mut Output<'_>,
 ) -> Result<(), Failure> {
     let ready = async {
         loop {
             let deadline = runtime.now() + READY_WITHIN;
-            let answer = fetch(runtime, args.http, Method::Get, "/ready", Vec::new(), deadline).await;
+            let answer = fetch(runtime, http, Method::Get, "/ready", Vec::new(), deadline).await;
             if matches!(answer, Ok((200, _))) {
                 return;
             }
@@ -147,9 +148,9 @@ async fn greet<R: Runtime>(
     let late =
         |_| Failure::Said(format!("the router does not reach its nodes within {READY_WITHIN}; see the log above"));
     within(runtime, READY_WITHIN, ready).await.map_err(late)?;
-    let (http, model) = (args.http, &card.id);
+    let model = &card.id;
     let mut text = String::new();
-    if args.model.is_none() && *source == Source::Toy {
+    if is_stopgap {
         text.push_str(&format!(
             "The model is `toy`: it is real but untrained, and answers nonsense. For English, fetch SmolLM2 with\n  {}\nand start again.\n\n",
             crate::model::llama::FETCH_SCRIPT
@@ -274,13 +275,15 @@ impl<R: Runtime> Crew<R> {
         Ok(())
     }
 
-    fn cluster(&self, http: SocketAddr) -> Cluster {
+    fn cluster(&self) -> Cluster {
         let node = |member: &Member| cluster::Node {
             name: member.name.clone(),
             address: member.told.address.clone(),
             http: member.told.http,
         };
         let nodes: Vec<_> = self.members.iter().map(node).collect();
+        // The router is the last one started; it knows the port if it was to choose one.
+        let http = nodes.last().map_or(self.plan.http(), |router| router.http);
         let directory = if self.plan.has_store() { nodes[0].address.clone() } else { String::new() };
         let pid = i32::try_from(std::process::id()).unwrap_or(0);
         Cluster { pid, http, directory, key: self.plan.key().to_owned(), nodes }

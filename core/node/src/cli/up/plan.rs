@@ -1,5 +1,6 @@
 //! Which nodes a cluster has, and the configuration of each.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use toml::{Table, Value};
@@ -34,6 +35,11 @@ impl Plan {
 
     pub(super) fn key(&self) -> &str {
         &self.key
+    }
+
+    /// Where requests are to go.
+    pub(super) fn http(&self) -> SocketAddr {
+        self.args.http
     }
 
     pub(super) fn has_store(&self) -> bool {
