@@ -162,6 +162,7 @@ pub(super) fn refusal(failure: &Failure) -> ApiError {
             ApiError::new(502, "server_error", message).coded("node_lost").retry(Duration::from_secs(1))
         }
         Failure::Deadline { .. } => ApiError::new(504, "server_error", message).coded("deadline"),
+        Failure::Unservable { .. } => ApiError::invalid(message).coded("unservable"),
         Failure::Refused { .. } => ApiError::new(500, "server_error", message).coded("refused"),
     }
 }

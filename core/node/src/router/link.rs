@@ -25,6 +25,8 @@ pub(super) enum Lost {
     Prefill { detail: String },
     /// It is full.
     Busy { reason: String, retry_after: Duration },
+    /// The request is at fault: it makes no sense there, or is too large for it.
+    Unservable { reason: String },
     /// It will not do this, now or later.
     Refused { reason: String },
     /// The deadline passed.

@@ -53,6 +53,7 @@ fn lost(error: RpcError) -> Lost {
             }
             Reason::Unavailable | Reason::Stale => Lost::Prefill { detail: refusal.detail.into_owned() },
             Reason::Draining | Reason::Cancelled => Lost::Decode { detail },
+            Reason::Malformed | Reason::TooLarge => Lost::Unservable { reason: refusal.detail.into_owned() },
             _ => Lost::Refused { reason: refusal.detail.into_owned() },
         },
         RpcError::Full { .. } => Lost::Busy { reason: detail, retry_after: BUSY_GUESS },
@@ -100,7 +101,8 @@ mod tests {
     fn each_failure_is_put_down_to_the_node_that_caused_it() {
         let refused = |reason| lost(RpcError::Refused(Refusal::new(reason, "because")));
         assert_eq!(refused(Reason::Unavailable), Lost::Prefill { detail: "because".into() });
-        assert_eq!(refused(Reason::Malformed), Lost::Refused { reason: "because".into() });
+        assert_eq!(refused(Reason::Malformed), Lost::Unservable { reason: "because".into() });
+        assert_eq!(refused(Reason::Failed), Lost::Refused { reason: "because".into() });
         assert!(matches!(refused(Reason::Busy), Lost::Busy { .. }));
         assert!(matches!(refused(Reason::Draining), Lost::Decode { .. }));
         assert_eq!(refused(Reason::Deadline), Lost::Deadline);

@@ -322,6 +322,12 @@ pub enum Failure {
         /// The limit that passed.
         limit: Duration,
     },
+    /// The request fits the model, and not the nodes that serve it here.
+    #[error("{reason}")]
+    Unservable {
+        /// The reason, as the node worded it.
+        reason: String,
+    },
     /// The model or a node refused for a reason of its own.
     #[error("{reason}")]
     Refused {

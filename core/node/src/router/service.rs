@@ -318,6 +318,7 @@ impl Inner {
     async fn again(&self, tries: &mut Tries, lost: Lost, limit: Duration, deadline: Instant) -> Result<(), Failure> {
         let (role, detail, pause) = match lost {
             Lost::Deadline => return Err(Failure::Deadline { limit }),
+            Lost::Unservable { reason } => return Err(Failure::Unservable { reason }),
             Lost::Refused { reason } => return Err(Failure::Refused { reason }),
             Lost::Busy { reason, retry_after } => {
                 if tries.decodes.len() >= self.decodes.len() {
@@ -479,7 +480,7 @@ impl Inner {
                 prefill.prefixes.lock().clear();
                 tries.prefills.extend(self.prefills.iter().position(|node| Arc::ptr_eq(node, prefill)));
             }
-            (Lost::Prefill { .. } | Lost::Refused { .. } | Lost::Deadline, _) => {}
+            (Lost::Prefill { .. } | Lost::Unservable { .. } | Lost::Refused { .. } | Lost::Deadline, _) => {}
         }
     }
 }
@@ -569,7 +570,7 @@ impl Flight {
             Lost::Deadline => Failure::Deadline { limit: self.limit },
             Lost::Prefill { detail } => Failure::NodeLost { role: "prefill", tokens, detail },
             Lost::Decode { detail } => Failure::NodeLost { role: "decode", tokens, detail },
-            Lost::Busy { reason, .. } | Lost::Refused { reason } => {
+            Lost::Busy { reason, .. } | Lost::Unservable { reason } | Lost::Refused { reason } => {
                 Failure::NodeLost { role: "decode", tokens, detail: reason }
             }
         };
