@@ -116,6 +116,22 @@ fn bytes_arrive_over_shm_both_ways() {
 }
 
 #[test]
+fn the_side_that_was_dialled_waits_for_the_lane_of_shared_memory_that_is_on_its_way() {
+    run(|runtime| async move {
+        for round in 0..20 {
+            let pair = pair(runtime.clone(), 100 + 2 * round, |_| {}).await;
+            let region = pair.there.allocate(4096, Backing::Memfd).unwrap();
+            let target = pair.here.allocate(4096, Backing::Memfd).unwrap();
+            let grant = pair.here.grant_write(vec![target.carve(0, 64).unwrap()]).unwrap();
+            let remote = pair.there.attach(&pair.to_here, &grant.token()).unwrap();
+            let batch = Batch::new().via(Via::Shm).write(region.carve(0, 64).unwrap().freeze(), remote.whole());
+            let report = pair.there.submit(batch).unwrap().await;
+            assert!(report.is_done(), "{report:?}");
+        }
+    });
+}
+
+#[test]
 fn many_who_open_one_node_at_once_share_its_first_lane() {
     run(|runtime| async move {
         let engine = |node| Engine::start(runtime.clone(), options(node, 1)).unwrap();

@@ -155,13 +155,17 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        self.kill();
         if std::thread::panicking() {
             let log = self.log();
             let lines: Vec<&str> = log.lines().collect();
             let tail = lines[lines.len().saturating_sub(60)..].join("\n");
             println!("--- {} ({:?}, {}) said:\n{tail}", self.name, self.binary, self.address);
+            // It may be dead or stopped.
+            let metrics = super::client::ask(self.http, "GET", "/metrics", b"").and_then(super::client::Answer::text);
+            let is_telling = |line: &&str| !line.starts_with('#') && !line.contains("_bucket") && !line.ends_with(" 0");
+            metrics.iter().flat_map(|text| text.lines()).filter(is_telling).for_each(|line| println!("{line}"));
         }
+        self.kill();
     }
 }
 

@@ -70,6 +70,8 @@ pub(super) struct PeerState {
     pub(super) dialling: [Dialling; LANES_PER_PEER_MAX],
     /// Newest generation of each of the peer's lanes to us.
     pub(super) accepted: [u64; LANES_PER_PEER_MAX],
+    /// When the last of them was opened: the next one may be on its way.
+    accepted_at: Instant,
     /// Lane indexes of ours, and of the peer's, whose last loss left writes in doubt.
     pub(super) unfenced: [u8; 2],
     /// The peer is known to have been replaced: nothing reaches it any more.
@@ -133,6 +135,7 @@ impl PeerState {
             open_bytes: 0,
             dialling: Default::default(),
             accepted: [0; LANES_PER_PEER_MAX],
+            accepted_at: Instant::ZERO,
             unfenced: [0; 2],
             is_gone: false,
         }
@@ -278,12 +281,12 @@ impl PeerState {
         }
     }
 
-    /// Whether dialling `via` has failed for the whole connect deadline.
+    /// Whether dialling `via` has failed for the whole connect deadline, or the peer, who alone can dial, did not in that time.
     fn is_hopeless(&self, via: Via, options: &Options, now: Instant) -> bool {
         let Some(first) = first_index(via) else { return true };
         let since = self.dialling[usize::from(first)].failing_since;
         since.is_some_and(|since| now.since(since) >= options.connect_deadline)
-            || self.inner.address.is_none() && !self.has(via)
+            || self.inner.address.is_none() && !self.has(via) && now.since(self.accepted_at) >= options.connect_deadline
     }
 
     /// Asks for the first lane of a transport, or for those whose loss left writes in doubt.
@@ -323,10 +326,11 @@ impl PeerState {
     }
 
     /// A lane is there; frames of its earlier generations are fenced.
-    pub(super) fn on_lane(&mut self, lane: Lane) {
+    pub(super) fn on_lane(&mut self, lane: Lane, now: Instant) {
         self.unfenced[side(lane.side)] &= !(1 << lane.index);
-        if lane.side == LaneSide::Dialed {
-            self.dialling[usize::from(lane.index)] = Dialling::default();
+        match lane.side {
+            LaneSide::Dialed => self.dialling[usize::from(lane.index)] = Dialling::default(),
+            LaneSide::Accepted => self.accepted_at = now,
         }
         self.lanes.push(lane);
     }

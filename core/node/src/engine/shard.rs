@@ -165,7 +165,7 @@ impl Shard {
         let link = opened.map_err(|error| system("a loopback link")(&error))?;
         self.links.insert(link, own);
         if let Some(peer) = self.peers.get_mut(own) {
-            peer.on_lane(Lane {
+            let lane = Lane {
                 link,
                 via: Via::Local,
                 side: LaneSide::Accepted,
@@ -174,7 +174,8 @@ impl Shard {
                 posts: 0,
                 is_full: false,
                 _permit: Permit::default(),
-            });
+            };
+            peer.on_lane(lane, now);
         }
         Ok(own)
     }
@@ -336,7 +337,8 @@ impl Shard {
         *counter += 1;
         self.statistics.lanes_open += 1;
         let NewLane { via, side, index, permit, .. } = lane;
-        peer.on_lane(Lane { link, via, side, index, posted_bytes: 0, posts: 0, is_full: false, _permit: permit });
+        let lane = Lane { link, via, side, index, posted_bytes: 0, posts: 0, is_full: false, _permit: permit };
+        peer.on_lane(lane, now);
         self.pump(key, options, now);
         Ok(())
     }

@@ -19,7 +19,7 @@ use millpond_hal::mapping::Backing;
 use parking_lot::Mutex;
 use thiserror::Error;
 
-use crate::engine::{Engine, Region, RegionBuf, RegionBytes};
+use crate::engine::{Engine, LeaseError, Region, RegionBuf, RegionBytes};
 use crate::model::{Interrupted, KvPages};
 use crate::runtime::Runtime;
 
@@ -111,7 +111,9 @@ impl Pool {
     /// How many pages are in which state.
     #[must_use]
     pub fn counts(&self) -> Counts {
-        self.inner.state.lock().table.counts()
+        let mut state = self.inner.state.lock();
+        self.inner.look_again(&mut state);
+        state.table.counts()
     }
 
     /// Takes `count` pages now, ahead of those who wait; all or none.
@@ -121,18 +123,11 @@ impl Pool {
     pub fn take(&self, count: u32) -> Result<Vec<Page>, Exhausted> {
         let mut pages = Vec::with_capacity(count as usize);
         let mut state = self.inner.state.lock();
-        for handle in std::mem::take(&mut state.quarantined) {
-            // It is looked at again below; this only makes it eligible.
-            let _ = state.table.quiet(handle);
-        }
+        self.inner.look_again(&mut state);
         let mut out = Vec::new();
         while pages.len() < count as usize {
             let Ok(handle) = state.table.allocate() else { break };
-            match self
-                .inner
-                .region
-                .carve(u64::from(handle.slot) * stride(&self.inner.layout), self.inner.layout.page_len())
-            {
+            match self.inner.carve(handle) {
                 Ok(buf) => pages.push(Page { inner: Arc::clone(&self.inner), handle, memory: Memory::Own(buf) }),
                 Err(_) => out.push(handle),
             }
@@ -182,6 +177,25 @@ impl Pool {
 
 fn stride(layout: &Layout) -> u64 {
     layout.page_len().next_multiple_of(ALIGNMENT)
+}
+
+impl Inner {
+    fn carve(&self, handle: Handle) -> Result<RegionBuf, LeaseError> {
+        self.region.carve(u64::from(handle.slot) * stride(&self.layout), self.layout.page_len())
+    }
+
+    /// Frees pages whose memory has come back meanwhile.
+    fn look_again(&self, state: &mut State) {
+        let State { table, quarantined, .. } = state;
+        quarantined.retain(|handle| {
+            let is_back = self.carve(*handle).is_ok();
+            if is_back {
+                // It is in quarantine, and its handle is nobody else's.
+                let _ = table.quiet(*handle);
+            }
+            !is_back
+        });
+    }
 }
 
 impl State {
