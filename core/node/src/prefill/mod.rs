@@ -1,6 +1,6 @@
 //! The prefill role: a prompt's tokens become pages of KV and a first token.
 //!
-//! Blocks that the store has are loaded, the rest is computed in chunks, one chunk at a time over all requests, so a short
+//! Blocks that the store has are loaded, the rest is computed in chunks, one chunk at a time over a role's requests, so a short
 //! prompt waits for a chunk of a long one and not for all of it. KV leaves by an [`Outlet`] layer by layer while later
 //! layers are computed. New full blocks go to the store as soon as a chunk completed them and they have left, so a process
 //! that dies late loses little. The role works alone (colocated, the decode role calls it in the process and takes the pages
@@ -20,7 +20,7 @@ use millpond_core::wire::message::serve::{PrefillTimes, Sampling};
 
 use crate::engine::RegionBytes;
 use crate::kv::{Blocks, Page, Pool, Tenants};
-use crate::metrics::{Counter, Gauge, Latency, Registry};
+use crate::metrics::{Counter, Gauge, Holding, Latency, Registry};
 use crate::model::sample::sample;
 use crate::model::{Card, Interrupted, KvPages, Model, ModelError, Piece};
 use crate::rpc::{Reason, Refusal};
@@ -397,8 +397,8 @@ impl<R> Inner<R> {
             return Err(Refusal::new(Reason::Busy, detail).retry_after(mean.max(Duration::from_millis(10))));
         }
         self.waiting_tokens.fetch_add(tokens as u64, Ordering::Relaxed);
-        self.metrics.running.set(self.admitted.load(Ordering::Relaxed) as u64);
-        Ok(Place { inner: self, left: AtomicU64::new(tokens as u64) })
+        let _counted = self.metrics.running.hold();
+        Ok(Place { inner: self, left: AtomicU64::new(tokens as u64), _counted })
     }
 }
 
@@ -406,6 +406,7 @@ impl<R> Inner<R> {
 struct Place<'a, R> {
     inner: &'a Inner<R>,
     left: AtomicU64,
+    _counted: Holding,
 }
 
 impl<R> Place<'_, R> {
@@ -419,8 +420,7 @@ impl<R> Drop for Place<'_, R> {
     fn drop(&mut self) {
         // What a cancelled prompt leaves undone waits no more.
         self.inner.waiting_tokens.fetch_sub(*self.left.get_mut(), Ordering::Relaxed);
-        let left = self.inner.admitted.fetch_sub(1, Ordering::Relaxed) - 1;
-        self.inner.metrics.running.set(left as u64);
+        self.inner.admitted.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
