@@ -14,17 +14,9 @@ pub use runtime::{Smol, run};
 /// It lives in the library so that what is generic over the runtime is compiled for smol once, and tests that link it share that.
 #[must_use]
 pub fn main() -> std::process::ExitCode {
-    let ending = run(|runtime| async move {
-        match runtime.terminated() {
-            Ok(ended) => Ok(millpond_node::cli::run(runtime, ended).await),
-            Err(error) => Err(error),
-        }
+    let ending = run(|runtime| {
+        let ended = runtime.terminated();
+        millpond_node::cli::run(runtime, ended)
     });
-    match ending.and_then(|ending| ending) {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("millpond: the system gives no runtime: {error}");
-            std::process::ExitCode::FAILURE
-        }
-    }
+    ending.unwrap_or_else(|error| millpond_node::cli::no_runtime(&error))
 }

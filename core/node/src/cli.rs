@@ -77,8 +77,19 @@ enum Brief {
     Bench(bench::Args),
 }
 
-/// Reads the process's arguments and does what they say, until done or until `ended`.
-pub async fn run<R: Runtime>(runtime: R, ended: Stop) -> ExitCode {
+/// What a binary says and ends with if the system gives it no runtime.
+#[must_use]
+pub fn no_runtime(error: &std::io::Error) -> ExitCode {
+    eprintln!("millpond: the system gives no runtime: {error}");
+    ExitCode::FAILURE
+}
+
+/// Reads the process's arguments and does what they say, until done or until `ended`, which stops on SIGTERM and SIGINT.
+pub async fn run<R: Runtime>(runtime: R, ended: std::io::Result<Stop>) -> ExitCode {
+    let ended = match ended {
+        Ok(ended) => ended,
+        Err(error) => return no_runtime(&error),
+    };
     let line = match Line::try_parse() {
         Ok(line) => line,
         Err(error) => {
