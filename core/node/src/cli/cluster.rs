@@ -130,12 +130,9 @@ pub(super) fn private_file(path: &Path, text: &str) -> Result<(), ClusterError> 
 }
 
 impl Cluster {
-    /// Leaves the cluster's address for other commands.
+    /// Leaves the cluster's address for other commands, in a folder that is there.
     pub(super) fn write(&self) -> Result<(), ClusterError> {
         let path = path();
-        if std::env::var_os(VARIABLE).is_none() {
-            private_dir(&run_dir())?;
-        }
         let text = serde_json::to_string_pretty(self).map_err(|error| unusable(&path, error))?;
         private_file(&path, &text)
     }
