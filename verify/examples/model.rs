@@ -10,11 +10,11 @@ use std::time::Instant;
 
 use millpond_core::time::Duration;
 use millpond_node::model::pages::HeapPages;
-use millpond_node::model::{Model, Piece, Source};
+use millpond_node::model::{Model, Piece, Source, next_chunk};
 use millpond_node::runtime::Runtime;
 use millpond_tokio::Tokio;
 use millpond_verify::reference::{Reference, Weights};
-use millpond_verify::trio::Trio;
+use millpond_verify::trio::{Said, Trio};
 
 /// Tokens that are cached before a suffix.
 const PREFIX: usize = 1000;
@@ -66,7 +66,7 @@ fn compute(model: &dyn Model, tokens: &[u32], start: usize, kv: &mut HeapPages, 
     let begun = Instant::now();
     let mut done = 0;
     while done < tokens.len() {
-        let end = tokens.len().min(done + model.card().limits.chunk_tokens as usize);
+        let end = done + next_chunk(tokens.len() - done, model.card().limits.chunk_tokens as usize);
         let logits = (end == tokens.len()).then_some(&mut *logits);
         let piece = Piece { tokens: &tokens[done..end], start: small(start + done), kv, logits };
         model.forward(&mut [piece]).expect("the pieces are right");
@@ -178,25 +178,53 @@ async fn serve(runtime: Tokio, model: Arc<dyn Model>) {
     trio.end().await;
 }
 
+/// Where the time to a first token went, in seconds.
+#[derive(Default)]
+struct Spans {
+    total: Vec<f64>,
+    load: Vec<f64>,
+    queue: Vec<f64>,
+    compute: Vec<f64>,
+}
+
+impl Spans {
+    fn note(&mut self, said: &Said) {
+        let times = said.started.prefill.unwrap_or_default();
+        let seconds = |ns: u64| ns as f64 / 1e9;
+        self.total.push(said.first_token_s);
+        self.load.push(seconds(times.load_ns));
+        self.queue.push(seconds(times.queue_ns));
+        self.compute.push(seconds(times.compute_ns));
+    }
+
+    /// The median, and what it is made of.
+    fn close(self) -> (f64, String) {
+        let Self { total, load, queue, compute } = self;
+        let (total, load, queue, compute) = (median(total), median(load), median(queue), median(compute));
+        let [total_ms, load, queue, compute] = [total, load, queue, compute].map(|seconds| seconds * 1e3);
+        (total, format!("{total_ms:.1} ms (load {load:.1}, queue {queue:.1}, compute {compute:.1})"))
+    }
+}
+
+/// A prompt of which `PREFIX` tokens were seen before, beside a prompt of just those tokens that it leaves uncached: the last
+/// whole block of the prefix ends before the prefix does.
 async fn first_token(trio: &Trio<Tokio>, model: &dyn Model, prefix: &[u32], len: usize, when: &str) {
-    let (mut after, mut alone, mut load) = (Vec::new(), Vec::new(), Vec::new());
-    let mut cached = 0;
+    let (mut after, mut alone) = (Spans::default(), Spans::default());
+    let block = model.card().layout.shape().block_tokens as usize;
+    let uncached = len + prefix.len() % block;
     for round in 0..ROUNDS {
         let seed = 1000 + len * 100 + 2 * round + when.len();
-        alone.push(trio.say(&tokens(model, len, seed), 1).await.first_token_s);
+        alone.note(&trio.say(&tokens(model, uncached, seed), 1).await);
         let long = [prefix, &tokens(model, len, seed + 1)].concat();
         let said = trio.say(&long, 1).await;
-        after.push(said.first_token_s);
-        load.push(said.started.prefill.map_or(0.0, |times| times.load_ns as f64 / 1e9));
-        cached = said.started.cached_tokens;
+        assert_eq!(
+            long.len() - said.started.cached_tokens as usize,
+            uncached,
+            "all whole blocks of the prefix were cached"
+        );
+        after.note(&said);
     }
-    let (after, alone, load) = (median(after), median(alone), median(load));
-    println!(
-        "first token of {len} after {} ({cached} cached{when}): {:.1} ms, of it loading {:.1}; alone {:.1} ms; {:.2} times",
-        prefix.len(),
-        after * 1e3,
-        load * 1e3,
-        alone * 1e3,
-        after / alone
-    );
+    let ((after, after_text), (alone, alone_text)) = (after.close(), alone.close());
+    let (cached, times) = (prefix.len() + len - uncached, after / alone);
+    println!("first token, {uncached} after {cached} cached{when}: {after_text}; alone {alone_text}; {times:.2} times");
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use millpond_core::wire::message::serve::Sampling;
 use millpond_node::model::pages::HeapPages;
 use millpond_node::model::sample::sample;
-use millpond_node::model::{Card, Model, ModelError, Piece, Source, llama, toy::Toy};
+use millpond_node::model::{Card, Model, ModelError, Piece, Source, llama, next_chunk, toy::Toy};
 use millpond_verify::reference::{Reference, Weights};
 use millpond_verify::trio::Trio;
 use parking_lot::Mutex;
@@ -104,7 +104,8 @@ fn difference(ours: &[Vec<f32>], theirs: &[Vec<f32>]) -> f32 {
 /// Prefill, transfer, store and decode beside one process, over each transport, before and after a restart of the prefill node.
 fn over_nodes(model: Arc<dyn Model>, prompt: Vec<u32>) {
     let block = model.card().layout.shape().block_tokens as usize;
-    assert!(prompt.len() > model.card().limits.chunk_tokens as usize + 2 * block, "several chunks, several blocks");
+    let chunk = model.card().limits.chunk_tokens as usize;
+    assert!(next_chunk(prompt.len(), chunk) + 2 * block < prompt.len(), "several chunks, several blocks");
     let (expected, expected_rows) = alone(&*model, &prompt);
     say(format_args!("{} says: {}", model.card().id, text(&*model, &expected)));
     millpond_tokio::run(|runtime| async move {

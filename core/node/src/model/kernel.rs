@@ -155,9 +155,9 @@ thread_local! {
 }
 
 /// The first `len` values of `buffer`, which grows to that once.
-pub(super) fn grown(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+pub(super) fn grown<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
     if buffer.len() < len {
-        buffer.resize(len, 0.0);
+        buffer.resize(len, T::default());
     }
     &mut buffer[..len]
 }
@@ -316,7 +316,7 @@ fn rows<S: Simd, const R: usize, const N: usize>(
 }
 
 /// 1.5 × 2^23: adding it leaves the nearest integer in the low bits.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// e^x to about 2 units in the last place for x in -87..=88, clamped outside. Vectorises: no branch, no call.
 /// Cody-Waite reduction and the minimax polynomial of Cephes' `expf`.
@@ -336,26 +336,41 @@ pub(super) fn exp(x: f32) -> f32 {
 }
 
 /// 2^x to about 2 units in the last place for x in -125..=127, clamped below. Vectorises.
-/// The polynomial is that of Cephes' `exp2f`.
-#[inline(always)]
+#[cfg(test)]
 pub(super) fn exp2(x: f32) -> f32 {
     let x = if x < -125.0 { -125.0 } else { x };
     let shifted = x + ROUND;
     let r = x - (shifted - ROUND);
-    let mut p = 1.535_336_2e-4f32;
-    for coefficient in [1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1, 1.0] {
-        p = p.mul_add(r, coefficient);
-    }
+    let p = EXP2.into_iter().reduce(|p, coefficient| p.mul_add(r, coefficient)).unwrap_or_default();
     f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23))
 }
+
+/// [`exp2`] of each lane, the same bits.
+#[inline(always)]
+pub(super) fn exp2_vector<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    let x = simd.max_f32s(x, simd.splat_f32s(-125.0));
+    let shifted = simd.add_f32s(x, simd.splat_f32s(ROUND));
+    let r = simd.sub_f32s(x, simd.sub_f32s(shifted, simd.splat_f32s(ROUND)));
+    let mut p = simd.splat_f32s(EXP2[0]);
+    for coefficient in &EXP2[1..] {
+        p = simd.mul_add_f32s(p, r, simd.splat_f32s(*coefficient));
+    }
+    let power = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
+    simd.transmute_f32s_u32s(simd.add_u32s(simd.transmute_u32s_f32s(p), power))
+}
+
+/// The polynomial of Cephes' `exp2f`, highest power first.
+const EXP2: [f32; 7] =
+    [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1, 1.0];
 
 /// A binary16 as an f32, exactly, without a branch: its exponent is rebased by one multiplication.
 #[inline(always)]
 pub(super) fn from_half(bits: u16) -> f32 {
     // 2^112
     const REBASE: f32 = f32::from_bits(0x7780_0000);
-    let magnitude = f32::from_bits(u32::from(bits & 0x7fff) << 13) * REBASE;
-    f32::from_bits(magnitude.to_bits() | u32::from(bits & 0x8000) << 16)
+    // The sign comes down with the extension, exponent and fraction with the shift.
+    let wide = i32::from(bits.cast_signed()) << 13;
+    f32::from_bits(wide.cast_unsigned() & 0x8fff_e000) * REBASE
 }
 
 #[cfg(test)]

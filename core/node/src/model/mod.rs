@@ -15,6 +15,9 @@ mod kernel;
 #[cfg(feature = "llama")]
 pub mod llama;
 pub mod pages;
+#[cfg_attr(target_arch = "x86_64", path = "pairs_x86.rs")]
+#[cfg_attr(not(target_arch = "x86_64"), path = "pairs_plain.rs")]
+mod pairs;
 mod rowwise;
 pub mod sample;
 pub mod tokenizer;
@@ -72,6 +75,18 @@ pub struct Limits {
     pub vocabulary: u32,
     /// Tokens of one prefill chunk that run well: a multiple of the layout's block.
     pub chunk_tokens: u32,
+}
+
+/// Tokens of the next chunk when `rest` are left and chunks of `chunk` run well. The last one may be half as long again: a
+/// short rest would cost its own pass over the weights.
+///
+/// ```
+/// use millpond_node::model::next_chunk;
+/// assert_eq!([next_chunk(1000, 128), next_chunk(136, 128), next_chunk(5, 128)], [128, 136, 5]);
+/// ```
+#[must_use]
+pub const fn next_chunk(rest: usize, chunk: usize) -> usize {
+    if rest <= chunk + chunk / 2 { rest } else { chunk }
 }
 
 /// The pages of one request as a model sees them: page `n` holds the KV of tokens `n * block .. (n + 1) * block`.

@@ -9,15 +9,15 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use millpond_core::layout::{Dtype, Layout, Side};
 use parking_lot::Mutex;
 
-use super::attention::{Attention, ReadPage};
+use super::attention::{Attention, ReadRows};
 use super::kernel::{LANES, Panels, Tiles, Workers, from_half};
 use super::rowwise;
 use super::{Card, KvPages, ModelError, Piece, check};
 
 /// Part of every revision: changes with each change that changes a bit of what is computed, so that stored KV is not mixed.
-pub(super) const ARITHMETIC: u32 = 2;
+pub(super) const ARITHMETIC: u32 = 3;
 /// Most query tokens that one attention task handles.
-const QUERIES_MAX: usize = 32;
+const QUERIES_MAX: usize = 128;
 
 /// The numbers of the architecture that a layout and limits do not say.
 #[derive(Clone, Copy, Debug)]
@@ -265,11 +265,10 @@ impl Transformer {
                 }
             }
         }
-        let block = self.card.layout.shape().block_tokens as usize;
         self.workers.each(&mut tasks, 1, |_, (kv_head, piece, start, queries, out)| {
             let pages = HeadPages { kv: &*pieces[*piece].kv, layout: &self.card.layout, layer, kv_head: *kv_head };
             if let Some(out) = out.take() {
-                Attention { queries, out, head_dim, group, start: *start, block }.run(&self.workers, &pages);
+                Attention { queries, out, head_dim, group, start: *start }.run(&self.workers, &pages);
             }
         });
     }
@@ -328,22 +327,38 @@ struct HeadPages<'a> {
     kv_head: usize,
 }
 
-impl ReadPage for HeadPages<'_> {
+impl ReadRows for HeadPages<'_> {
     #[inline(always)]
-    fn read(&self, side: Side, page: usize, tokens: usize, rows: &mut [f32]) {
+    fn read(&self, side: Side, first: usize, rows: &mut [f32]) {
+        let shape = self.layout.shape();
+        let (head_dim, block) = (shape.head_dim as usize, shape.block_tokens as usize);
+        let (mut token, mut rows) = (first, rows);
+        while !rows.is_empty() {
+            let count = (block - token % block).min(rows.len() / head_dim);
+            let (now, rest) = rows.split_at_mut(count * head_dim);
+            let range = self.layout.row_range(side, small(token % block));
+            let page = &self.kv.page(small(token / block), self.layer)[place(range.start)..];
+            self.read_page(page, count, now);
+            (token, rows) = (token + count, rest);
+        }
+    }
+}
+
+impl HeadPages<'_> {
+    /// The head's part of the first `count` rows of all heads.
+    #[inline(always)]
+    fn read_page(&self, page: &[u8], count: usize, rows: &mut [f32]) {
         let head_dim = self.layout.shape().head_dim as usize;
-        let range = self.layout.row_range(side, 0);
-        let page = &self.kv.page(small(page), self.layer)[place(range.start)..];
         let row_len = self.layout.shape().kv_head_count as usize * head_dim;
         match self.layout.shape().dtype {
             Dtype::F32 => {
-                let values: &[f32] = bytemuck::cast_slice(&page[..tokens * row_len * 4]);
+                let values: &[f32] = bytemuck::cast_slice(&page[..count * row_len * 4]);
                 for (row, values) in rows.chunks_exact_mut(head_dim).zip(values.chunks_exact(row_len)) {
                     row.copy_from_slice(&values[self.kv_head * head_dim..][..head_dim]);
                 }
             }
             _ => {
-                let values: &[u16] = bytemuck::cast_slice(&page[..tokens * row_len * 2]);
+                let values: &[u16] = bytemuck::cast_slice(&page[..count * row_len * 2]);
                 for (row, values) in rows.chunks_exact_mut(head_dim).zip(values.chunks_exact(row_len)) {
                     let values = &values[self.kv_head * head_dim..][..head_dim];
                     row.iter_mut().zip(values).for_each(|(out, bits)| *out = from_half(*bits));

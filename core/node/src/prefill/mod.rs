@@ -22,7 +22,7 @@ use crate::engine::RegionBytes;
 use crate::kv::{Blocks, Page, Pool, Tenants};
 use crate::metrics::{Counter, Gauge, Holding, Latency, Registry};
 use crate::model::sample::sample;
-use crate::model::{Card, Interrupted, KvPages, Model, ModelError, Piece};
+use crate::model::{Card, Interrupted, KvPages, Model, ModelError, Piece, next_chunk};
 use crate::rpc::{Reason, Refusal};
 use crate::runtime::{Runtime, blocking};
 
@@ -42,7 +42,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(20);
 pub struct Options {
     /// Requests that may wait for their turn; more are refused as busy.
     pub waiting_max: usize,
-    /// Tokens of one chunk; 0 is what the model likes. Rounded up to whole blocks.
+    /// Tokens of one chunk; 0 is what the model likes. Rounded up to whole blocks; the last chunk may be half as long again.
     pub chunk_tokens: u32,
 }
 
@@ -463,11 +463,11 @@ struct Work {
 }
 
 impl Work {
-    /// Computes the next chunk of at most `len` tokens.
+    /// Computes the next chunk; chunks of `len` tokens run well.
     fn chunk(mut self, model: &dyn Model, len: usize) -> Result<Self, Box<Refusal>> {
         let block = model.card().layout.shape().block_tokens as usize;
         let tokens = Arc::clone(&self.tokens);
-        let end = (self.done + len).min(tokens.len());
+        let end = self.done + next_chunk(tokens.len() - self.done, len);
         let first = self.done / block;
         let last = (end - 1) / block;
         if self.outlet.is_some() {
