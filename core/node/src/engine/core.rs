@@ -20,6 +20,7 @@ use millpond_hal::sync::{Desk, Held};
 use parking_lot::Mutex;
 
 use super::batch::{Batch, Via};
+use super::drive::Waits;
 use super::lanes::Openings;
 use super::options::Options;
 use super::peers::WantedLane;
@@ -55,6 +56,7 @@ pub(super) struct Core {
     pub(super) followers: Mutex<Vec<Thread>>,
     /// How often in a row spinning did not pay.
     pub(super) spins_lost: AtomicU32,
+    pub(super) waits: Waits,
     pub(super) own: Handle,
     refused: AtomicU64,
     pub(super) openings: Mutex<Openings>,
@@ -109,6 +111,7 @@ impl Core {
             leader: Mutex::new(()),
             followers: Mutex::default(),
             spins_lost: AtomicU32::new(0),
+            waits: Waits::default(),
             own,
             refused: AtomicU64::new(0),
             openings: Mutex::default(),

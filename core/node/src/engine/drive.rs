@@ -1,12 +1,15 @@
 //! Who moves the shard along: a blocking caller while it waits, a polled transfer in passing, the driver task otherwise.
 //!
 //! All of them spin for a moment after something happened, because waking a sleeping core costs more than most transfers,
-//! and spin less the less it pays. The driver yields to its executor between turns, and stays away while callers drive.
-//! An engine with nothing under way sleeps on its descriptor.
+//! and spin less the less it pays. A caller whose waits are alike (a peer that copies so many bytes each time) sleeps through
+//! the most of them and spins when the end is due. The driver yields to its executor every few turns, and stays away
+//! while callers drive. An engine with nothing under way sleeps on its descriptor.
 
 use std::future::poll_fn;
+use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
 
@@ -21,6 +24,14 @@ use crate::runtime::{Readiness, Runtime, boot_time, sleep_until};
 
 /// How long the driver stays away after callers were seen driving.
 const STAND_BACK: Duration = Duration::from_millis(1);
+/// How long the driver takes turns that find work before it yields: a yield may wake another thread of the executor.
+const TURNS_SPAN: Duration = Duration::from_micros(200);
+/// A timed sleep may end so much later than asked: the kernel's slack, and a core that has to wake.
+const OVERSLEPT: Duration = Duration::from_micros(100);
+/// The longest that a caller spins because an end is due.
+const DUE_SPAN_MAX: Duration = Duration::from_micros(400);
+/// Short waits in a row that are taken for another kind of wait.
+const SHORT_MAX: u64 = 8;
 /// The longest sleep of a caller; what happened meanwhile without waking it is found then.
 const NAP_MAX: Duration = Duration::from_millis(50);
 
@@ -46,29 +57,46 @@ impl Core {
     /// Drives the shard on this thread until a transfer is over.
     pub(super) fn drive_until(&self, transfer: &Transfer) -> Report {
         let _here = Here::enter(self);
-        let mut spin_end = boot_time() + self.options.spin;
+        let mut quiet_since = boot_time();
+        let mut spin_end = quiet_since + self.options.spin;
+        let mut is_due_awaited = false;
         loop {
             if let Some(report) = transfer.take_report() {
                 return report;
             }
-            match self.try_turn() {
-                Some(true) => {
-                    self.caller_turns.fetch_add(1, Relaxed);
-                    self.spin_paid();
-                    spin_end = boot_time() + self.options.spin;
+            if self.try_turn() == Some(true) {
+                let now = boot_time();
+                if now > quiet_since + self.options.spin {
+                    self.waits.note(now.since(quiet_since));
                 }
-                _ if boot_time() < spin_end => std::hint::spin_loop(),
-                _ => {
+                self.caller_turns.fetch_add(1, Relaxed);
+                self.spin_paid();
+                (quiet_since, spin_end, is_due_awaited) = (now, now + self.options.spin, false);
+                continue;
+            }
+            let now = boot_time();
+            if now < spin_end {
+                std::hint::spin_loop();
+                continue;
+            }
+            match self.waits.due(quiet_since).filter(|due| !is_due_awaited && now < due.end) {
+                Some(due) if now < due.start => self.nap(transfer, due.start),
+                Some(due) => {
+                    let span = due.end.since(now).as_nanos() >> self.spins_lost.load(Relaxed).min(5);
+                    (spin_end, is_due_awaited) = (now + Duration::from_nanos(span), true);
+                }
+                None => {
                     self.spin_lost();
-                    self.nap(transfer);
+                    self.nap(transfer, now + NAP_MAX);
                     spin_end = boot_time() + self.spin_span();
                 }
             }
         }
     }
 
-    /// Sleeps until something may have happened: one caller on the descriptor, the others until that one is done.
-    fn nap(&self, transfer: &Transfer) {
+    /// Sleeps until something may have happened, or until `end`: one caller on the descriptor, the others until that one is
+    /// done.
+    fn nap(&self, transfer: &Transfer, end: Instant) {
         let Some(leading) = self.leader.try_lock() else {
             let this = std::thread::current();
             transfer.unpark_when_over(&this);
@@ -83,7 +111,7 @@ impl Core {
         if let Armed::Until(until) = self.arm()
             && !transfer.is_over()
         {
-            let span = until.since(boot_time()).min(NAP_MAX);
+            let span = until.min(end).since(boot_time());
             let nanos = i64::try_from(span.as_nanos()).unwrap_or(i64::MAX);
             let timeout = Timespec { tv_sec: nanos / 1_000_000_000, tv_nsec: nanos % 1_000_000_000 };
             // An interrupted or failed wait is a short one: the loop above looks again.
@@ -103,6 +131,49 @@ impl Core {
 
     pub(super) fn spin_end(&self) -> Instant {
         boot_time() + self.spin_span()
+    }
+}
+
+/// How long callers waited, when spinning for the usual moment was not enough: mean and mean deviation, in nanoseconds, each
+/// moved by an eighth and a quarter of the way as in RFC 6298. Callers that race only blur it.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    mean: AtomicU64,
+    deviation: AtomicU64,
+    /// Waits in a row that were much shorter than the mean.
+    short: AtomicU64,
+}
+
+impl Waits {
+    fn note(&self, wait: Duration) {
+        let (wait, mean, deviation) = (wait.as_nanos(), self.mean.load(Relaxed), self.deviation.load(Relaxed));
+        if wait < mean / 4 {
+            // A peer that had to wake, say: another kind of wait, unless there are no others any more.
+            let short = self.short.load(Relaxed) + 1;
+            self.short.store(short, Relaxed);
+            if short <= SHORT_MAX {
+                return;
+            }
+        }
+        self.short.store(0, Relaxed);
+        if mean == 0 || wait < mean / 4 {
+            self.mean.store(wait, Relaxed);
+            self.deviation.store(wait / 2, Relaxed);
+            return;
+        }
+        // One long wait is no reason to forget what is usual.
+        let wait = wait.min(4 * mean);
+        self.deviation.store(deviation - deviation / 4 + wait.abs_diff(mean) / 4, Relaxed);
+        self.mean.store(mean - mean / 8 + wait / 8, Relaxed);
+    }
+
+    /// When a wait that began at `since` is likely to end, if that can be said to a fraction of a millisecond.
+    fn due(&self, since: Instant) -> Option<Range<Instant>> {
+        let (mean, deviation) = (self.mean.load(Relaxed), self.deviation.load(Relaxed));
+        let margin = Duration::from_nanos(2 * deviation);
+        let early = Duration::from_nanos(mean.saturating_sub((margin + OVERSLEPT).as_nanos()));
+        let span = margin + margin + OVERSLEPT;
+        (mean != 0 && span <= DUE_SPAN_MAX).then(|| since + early..since + Duration::from_nanos(mean) + margin)
     }
 }
 
@@ -160,6 +231,7 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
     let mut readiness: Option<R::Readiness> = None;
     let mut callers_seen = core.caller_turns.load(Relaxed);
     let mut spin_end = Instant::ZERO;
+    let mut yield_at = Instant::ZERO;
     while !core.is_shut_down() {
         let next_timer = core.fire_timers(boot_time());
         for wanted in core.take_wanted() {
@@ -176,12 +248,17 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
             Some(true) => {
                 core.driver_turns.fetch_add(1, Relaxed);
                 core.spin_paid();
-                spin_end = core.spin_end();
-                yield_now().await;
+                let now = boot_time();
+                spin_end = now + core.spin_span();
+                if now >= yield_at {
+                    yield_now().await;
+                    yield_at = boot_time() + TURNS_SPAN;
+                }
                 continue;
             }
             _ if boot_time() < spin_end => {
                 yield_now().await;
+                yield_at = boot_time() + TURNS_SPAN;
                 continue;
             }
             Some(false) if spin_end != Instant::ZERO => {
@@ -217,5 +294,29 @@ async fn sleep<R: Runtime>(runtime: &R, core: &Core, readiness: Option<&R::Readi
     let (events, kick, alarm) = (pin!(readiness.readable()), pin!(kicked(core)), pin!(sleep_until(runtime, until)));
     if let Either::Left((Either::Left((Err(_), _)), _)) = select(select(events, kick), alarm).await {
         runtime.sleep(STAND_BACK).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_that_are_alike_are_foreseen_and_others_are_not() {
+        let (waits, start) = (Waits::default(), Instant::ZERO + Duration::from_secs(1));
+        assert!(waits.due(start).is_none());
+        (0..64).for_each(|n| waits.note(Duration::from_micros(1100 + 20 * (n % 3))));
+        let due = waits.due(start).expect("they are alike");
+        assert!(due.start < start + Duration::from_micros(1050) && due.start > start + Duration::from_micros(800));
+        assert!(due.end > start + Duration::from_micros(1140) && due.end < start + Duration::from_micros(1300));
+        waits.note(Duration::from_secs(5));
+        (0..24).for_each(|_| waits.note(Duration::from_micros(1100)));
+        assert!(waits.due(start).is_some(), "one that was long is forgotten");
+        (0..64).for_each(|n| waits.note(Duration::from_micros(if n % 2 == 0 { 40 } else { 1100 })));
+        assert!(waits.due(start).is_some_and(|due| due.end > start + Duration::from_micros(1000)), "two kinds");
+        (0..64).for_each(|_| waits.note(Duration::from_micros(90)));
+        assert!(waits.due(start).is_some_and(|due| due.end < start + Duration::from_micros(200)), "only short ones");
+        (0..64).for_each(|n| waits.note(Duration::from_micros(if n % 2 == 0 { 1000 } else { 3000 })));
+        assert!(waits.due(start).is_none());
     }
 }
