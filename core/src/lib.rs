@@ -31,6 +31,8 @@ pub mod prefix;
 
 pub mod layout;
 
+pub mod topology;
+
 pub mod wire;
 
 pub mod quiet;
