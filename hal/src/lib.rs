@@ -21,5 +21,6 @@ pub mod copy;
 mod copy_arch;
 pub mod fabric;
 pub mod mapping;
+pub mod probe;
 pub mod region;
 pub mod sync;

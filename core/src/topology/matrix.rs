@@ -335,6 +335,12 @@ impl<S: AsRef<[Row]> + AsMut<[Row]>> Matrix<S> {
         &self.rows.as_ref()[..self.len]
     }
 
+    /// Which NICs it is about; `None`: it is an operator's.
+    #[must_use]
+    pub fn scope(&self) -> Option<Scope> {
+        self.scope
+    }
+
     fn exact(&self, place: &Place) -> Option<&Row> {
         self.rows().iter().find(|row| row.place == *place)
     }

@@ -41,6 +41,11 @@ pub struct Path {
     pub peer_nic: u8,
 }
 
+impl Path {
+    /// Stands for the NIC where a transport has none, such as shared memory.
+    pub const NO_NIC: u8 = u8::MAX;
+}
+
 /// Which way bytes go.
 ///
 /// ```
