@@ -6,7 +6,7 @@ use super::{Fault, Nic, Row, Unfit, Verdict};
 
 /// One side of a move: the NICs of its machine, and the line of the place where its memory lies.
 ///
-/// Example: [`choose`].
+/// Example: `core/src/topology/choice.rs` (`choose`).
 #[derive(Clone, Copy, Debug)]
 pub struct End<'a> {
     /// All NICs of that machine.
@@ -17,7 +17,7 @@ pub struct End<'a> {
 
 /// A NIC here and one of the peer, by their indexes in their own machines.
 ///
-/// Example: [`choose`].
+/// Example: `core/src/topology/choice.rs` (`choose`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pair {
     /// Ours.
@@ -57,7 +57,7 @@ impl fmt::Display for Tier {
 
 /// A pair that was looked at, and what became of it. Its text is for people.
 ///
-/// Example: [`choose`].
+/// Example: `core/src/topology/choice.rs` (`choose`).
 #[derive(Clone, Copy, Debug)]
 pub struct Considered<'a> {
     /// The two.

@@ -308,7 +308,7 @@ pub enum Ended {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     path: Path,
-    /// Grows with each run and each event: a result with an older one is stale.
+    /// Grows with each run: a result with an older one is stale, and so is one of a run that is not under way any more.
     run: u32,
     passed_write: bool,
     passed_read: bool,
@@ -348,11 +348,9 @@ impl Entry {
         self.running.is_none() && !is_final && self.next().is_some() && self.not_before <= now
     }
 
+    /// A run that goes on is nobody's from now on: the next one has another number.
     fn forget(&mut self, now: Instant) {
-        let Self { path, run, .. } = *self;
-        *self = Self::new(path);
-        self.run = run.wrapping_add(1);
-        self.not_before = now;
+        *self = Self { run: self.run, not_before: now, ..Self::new(self.path) };
     }
 
     const fn new(path: Path) -> Self {
@@ -449,9 +447,8 @@ impl<S: AsRef<[Slot<Entry>]> + AsMut<[Slot<Entry>]>> Trials<S> {
         for (_, entry) in self.entries.iter_mut() {
             match (entry.running, entry.next()) {
                 (Some(deadline), Some(direction)) if deadline <= now => {
-                    entry.running = None;
                     // What comes of it later is stale.
-                    entry.run = entry.run.wrapping_add(1);
+                    entry.running = None;
                     entry.fail(Fault::Late(direction), now);
                 }
                 (Some(_), _) => running += 1,

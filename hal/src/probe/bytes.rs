@@ -13,7 +13,7 @@ pub const SCRATCH_LEN: usize = TRIAL_LEN + 2 * TRIAL_MARGIN;
 
 /// Which end of a path.
 ///
-/// Example: [`run`].
+/// Example: `hal/src/probe/bytes.rs` (`run`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The memory here that the path is about.
@@ -25,7 +25,7 @@ pub enum Side {
 /// What moves bytes over paths, with [`SCRATCH_LEN`] bytes of scratch memory at each end of each. Failures are told by a
 /// code of the driver's own, such as an error number.
 ///
-/// Example: [`run`].
+/// Example: `hal/src/probe/bytes.rs` (`run`).
 pub trait Driver {
     /// Writes the whole scratch memory of one end, not by the path: by the CPU, or a copy of the device's own.
     fn put(&mut self, path: &Path, side: Side, bytes: &[u8]) -> Result<(), i32>;
