@@ -4,7 +4,8 @@
 use millpond_core::time::Duration;
 use millpond_core::wire::hello::{HostIdentity, Identity};
 use millpond_node::engine::{
-    Arrival, Backing, Batch, Cause, Class, Engine, Far, Options, Peer, RefusalReason, Region, Rights, Status, Via,
+    Arrival, Backing, Batch, Cause, Class, DowngradeReason, Engine, Far, Options, Peer, RefusalReason, Region, Rights,
+    Status, Via,
 };
 use millpond_node::runtime::{Runtime, Stop};
 use millpond_tokio::Tokio;
@@ -186,6 +187,43 @@ fn a_named_transport_that_cannot_be_had_fails_within_a_second() {
         let error = pair.here.submit(batch).unwrap().await.into_done().unwrap_err();
         assert!(matches!(error.first.cause, Cause::NoPath { via: Via::Shm, .. }), "{error}");
         assert!(runtime.now().since(start) < SECOND);
+    });
+}
+
+#[test]
+fn a_path_below_the_best_shared_one_is_counted_with_its_reason() {
+    run(|runtime| async move {
+        // The target takes no shared memory, which the initiator finds out by dialling.
+        let only_tcp = |options: &mut Options| {
+            if options.identity.node[0] == 81 {
+                options.transports = vec![Via::Local, Via::Tcp];
+            }
+        };
+        let pair = pair(runtime, 80, only_tcp).await;
+        let region = pair.here.allocate(4096, Backing::Memfd).unwrap();
+        let target = pair.there.allocate(4096, Backing::Memfd).unwrap();
+        let grant = pair.there.grant_write(vec![target.carve(0, 64).unwrap()]).unwrap();
+        let remote = pair.here.attach(&pair.to_there, &grant.token()).unwrap();
+        let counts = |engine: &Engine<Tokio>| {
+            let all = engine.statistics().downgrades().map(|downgrade| {
+                assert_eq!((downgrade.from, downgrade.to), (Via::Shm, Via::Tcp));
+                (downgrade.reason, downgrade.count)
+            });
+            all.collect::<std::collections::HashMap<_, _>>()
+        };
+        let mut sent = 0;
+        while counts(&pair.here)[&DowngradeReason::Unreachable] == 0 {
+            let batch = Batch::new().write(region.carve(0, 64).unwrap().freeze(), remote.whole());
+            assert_eq!(pair.here.submit(batch).unwrap().await.into_done().unwrap().via(), Some(Via::Tcp));
+            sent += 1;
+        }
+        assert_eq!(counts(&pair.here).values().sum::<u64>(), sent, "every batch is counted, under one reason");
+        assert_eq!(pair.here.statistics().detours, sent);
+        assert_eq!(counts(&pair.there).values().sum::<u64>(), 0, "tcp is the best that the target has");
+        // Who names tcp gets it, and nothing less.
+        let batch = Batch::new().via(Via::Tcp).write(region.carve(0, 64).unwrap().freeze(), remote.whole());
+        pair.here.submit(batch).unwrap().await.into_done().unwrap();
+        assert_eq!(pair.here.statistics().detours, sent);
     });
 }
 

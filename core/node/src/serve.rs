@@ -33,6 +33,7 @@ use crate::runtime::{Runtime, Stop, blocking, within};
 use crate::session::{SessionError, Target};
 use crate::store::{Place, RoleError, StoreConfig, StoreRole};
 
+pub(crate) use counts::DOWNGRADES;
 use counts::{Counts, Pools};
 use named::Named;
 

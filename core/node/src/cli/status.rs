@@ -11,6 +11,7 @@ use super::store;
 use super::store_cmds::{Exit, Output};
 use crate::http::{Method, fetch};
 use crate::runtime::Runtime;
+use crate::serve::DOWNGRADES;
 
 /// How long a node may take to say how it is.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -25,7 +26,7 @@ pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_
             &format!("requests go to http://{}/v1; process {} looks after the cluster", cluster.http, cluster.pid),
             json!({"http": cluster.http, "pid": cluster.pid}),
         )?;
-        for (node, state) in join_all(cluster.nodes.iter().map(|node| ask(runtime, node))).await {
+        for (node, state, downgrades) in join_all(cluster.nodes.iter().map(|node| ask(runtime, node))).await {
             silent += usize::from(state["status"] != "ready");
             let (status, reason) = (text(&state["status"]), text(&state["reason"]));
             let line =
@@ -35,6 +36,12 @@ pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_
                 json!({"node": node.name, "address": node.address, "http": node.http,
                 "status": state["status"], "reason": state["reason"]}),
             )?;
+            for Downgrades { from, to, reason, count } in downgrades {
+                output.line(
+                    &format!("{:<12} downgraded   {count} posts over {to} instead of {from}: {reason}", node.name),
+                    json!({"node": node.name, "downgraded": {"from": from, "to": to, "reason": reason, "count": count}}),
+                )?;
+            }
         }
         has_store = !cluster.directory.is_empty();
     }
@@ -72,15 +79,60 @@ fn mebibytes(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-async fn ask<'n, R: Runtime>(runtime: &R, node: &'n Node) -> (&'n Node, Value) {
+async fn ask<'n, R: Runtime>(runtime: &R, node: &'n Node) -> (&'n Node, Value, Vec<Downgrades>) {
     let deadline = runtime.now() + PATIENCE;
     let state = match fetch(runtime, node.http, Method::Get, "/ready", Vec::new(), deadline).await {
         Ok((_, body)) => serde_json::from_slice(&body).unwrap_or_else(|_| json!({"status": "confused"})),
-        Err(error) => json!({"status": "silent", "reason": error.to_string()}),
+        Err(error) => return (node, json!({"status": "silent", "reason": error.to_string()}), Vec::new()),
     };
-    (node, state)
+    let metrics = match fetch(runtime, node.http, Method::Get, "/metrics", Vec::new(), deadline).await {
+        Ok((200, body)) => String::from_utf8_lossy(&body).lines().filter_map(Downgrades::parse).collect(),
+        _ => Vec::new(),
+    };
+    (node, state, metrics)
+}
+
+/// How often a node took less than the best path, from its metrics.
+#[derive(Debug, PartialEq, Eq)]
+struct Downgrades {
+    from: String,
+    to: String,
+    reason: String,
+    count: u64,
+}
+
+impl Downgrades {
+    /// Of a line of `/metrics`; `None` for others, and where it never happened.
+    fn parse(line: &str) -> Option<Self> {
+        let (labels, count) = line.strip_prefix(DOWNGRADES)?.strip_prefix('{')?.split_once("} ")?;
+        // None of the values has a quote in it.
+        let label = |name: &str| {
+            let mut pairs = labels.split(',').filter_map(|pair| pair.split_once('='));
+            pairs.find(|(key, _)| *key == name).map(|(_, value)| value.trim_matches('"').to_owned())
+        };
+        let count = count.parse().ok().filter(|count| *count > 0)?;
+        Some(Self { from: label("from")?, to: label("to")?, reason: label("reason")?, count })
+    }
 }
 
 fn text(value: &Value) -> &str {
     value.as_str().unwrap_or("")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_downgrades_that_happened_are_shown() {
+        let line = r#"millpond_path_downgrade_total{from="shm",to="tcp",reason="unreachable"} 12"#;
+        let found = Downgrades::parse(line).unwrap();
+        assert_eq!((&*found.from, &*found.to, &*found.reason, found.count), ("shm", "tcp", "unreachable", 12));
+        assert_eq!(
+            Downgrades::parse(r#"millpond_path_downgrade_total{from="shm",to="tcp",reason="connecting"} 0"#),
+            None
+        );
+        assert_eq!(Downgrades::parse("millpond_transfers_done_total 12"), None);
+        assert_eq!(Downgrades::parse("# TYPE millpond_path_downgrade_total counter"), None);
+    }
 }

@@ -15,6 +15,7 @@ use millpond_hal::contract::{LaneSide, LinkId};
 use super::batch::{Class, Via};
 use super::options::Options;
 use super::peer::PeerInner;
+use super::statistics::DowngradeReason;
 use crate::session::Permit;
 
 /// Bytes posted on one lane before the next part waits.
@@ -76,6 +77,8 @@ pub(super) struct PeerState {
     pub(super) unfenced: [u8; 2],
     /// The peer is known to have been replaced: nothing reaches it any more.
     pub(super) is_gone: bool,
+    /// A transport that it cannot be reached over was warned about, until it can.
+    was_warned_of: bool,
 }
 
 /// What becomes of a part now.
@@ -138,6 +141,7 @@ impl PeerState {
             accepted_at: Instant::ZERO,
             unfenced: [0; 2],
             is_gone: false,
+            was_warned_of: false,
         }
     }
 
@@ -289,6 +293,23 @@ impl PeerState {
             || self.inner.address.is_none() && !self.has(via) && now.since(self.accepted_at) >= options.connect_deadline
     }
 
+    /// The transport that a part should have taken, and why `lane` carries it instead; `None`: there is no better one.
+    pub(super) fn downgrade(&self, lane: Via, options: &Options, now: Instant) -> Option<(Via, DowngradeReason)> {
+        if lane != Via::Tcp || self.joins(Via::Shm, options).is_err() {
+            return None;
+        }
+        let has_failed =
+            first_index(Via::Shm).is_some_and(|first| self.dialling[usize::from(first)].failing_since.is_some());
+        let is_awaited = self.inner.address.is_some() || now.since(self.accepted_at) < options.connect_deadline;
+        let is_connecting = self.has(Via::Shm) || (!has_failed && is_awaited);
+        Some((Via::Shm, if is_connecting { DowngradeReason::Connecting } else { DowngradeReason::Unreachable }))
+    }
+
+    /// Whether nobody was warned yet that a transport cannot be connected; from now on somebody was, until it can.
+    pub(super) fn is_news(&mut self, reason: DowngradeReason) -> bool {
+        reason == DowngradeReason::Unreachable && !std::mem::replace(&mut self.was_warned_of, true)
+    }
+
     /// Asks for the first lane of a transport, or for those whose loss left writes in doubt.
     fn want(&mut self, via: Via, now: Instant, wanted: &mut Vec<WantedLane>) {
         let Some(first) = first_index(via) else { return };
@@ -332,6 +353,7 @@ impl PeerState {
             LaneSide::Dialed => self.dialling[usize::from(lane.index)] = Dialling::default(),
             LaneSide::Accepted => self.accepted_at = now,
         }
+        self.was_warned_of &= lane.via != Via::Shm;
         self.lanes.push(lane);
     }
 

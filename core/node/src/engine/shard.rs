@@ -448,17 +448,24 @@ impl Shard {
             Ok(ticket) => {
                 lane.posted_bytes += part.bytes;
                 lane.posts += 1;
-                let best =
-                    if peer.same_host && options.allows(Via::Shm) && !peer.inner.is_self { Via::Shm } else { lane.via };
-                self.statistics.detours += u64::from(part.via == Via::Auto && lane.via != best);
+                let used = lane.via;
                 part.attempts += 1;
-                work.used = Some(lane.via);
+                work.used = Some(used);
                 let slot = ticket.id().handle().slot as usize;
                 if self.tickets.len() <= slot {
                     self.tickets.resize(slot + 1, None);
                 }
                 self.tickets[slot] = Some((ticket.id(), key));
                 part.posted = Some(Posted { link: lane.link, ticket, moved: 0 });
+                if part.via == Via::Auto
+                    && let Some((from, reason)) = peer.downgrade(used, options, now)
+                {
+                    self.statistics.on_detour(reason);
+                    if peer.is_news(reason) {
+                        let peer = hex(&peer.inner.identity.node);
+                        tracing::warn!(%peer, %from, to = %used, reason = reason.name(), "a path is not the best that both sides share; `doctor` says what is wrong with it");
+                    }
+                }
             }
             Err(mut refused) => {
                 for (piece, request) in part.pieces.iter_mut().zip(refused.batch.drain()) {
@@ -499,6 +506,10 @@ impl Shard {
         };
         self.fail_part(key, &failure, now);
     }
+}
+
+fn hex(node: &[u8; 16]) -> String {
+    node.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Progress is looked for that often.

@@ -36,8 +36,10 @@ pub struct Statistics {
     pub lanes_accepted: u64,
     /// Lanes that ended.
     pub lanes_lost: u64,
-    /// Batches sent over a path that is not the best one both sides share.
+    /// Parts of batches sent over a path that is not the best one both sides share; see [`Statistics::downgrades`].
     pub detours: u64,
+    /// The same, by reason.
+    pub(super) detours_by: [u64; DowngradeReason::ALL.len()],
     /// Times the driver task ran.
     pub driver_turns: u64,
     /// Times a blocking caller drove the shard.
@@ -46,6 +48,76 @@ pub struct Statistics {
     pub transfers_open: u64,
     /// Gauge: lanes open now.
     pub lanes_open: u64,
+}
+
+/// Why an automatic choice took less than the best transport that both sides share.
+///
+/// ```
+/// use millpond_node::engine::DowngradeReason;
+/// assert_eq!(DowngradeReason::Unreachable.name(), "unreachable");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DowngradeReason {
+    /// It is being connected, for the first time or again, and nothing has failed yet.
+    Connecting,
+    /// It cannot be connected: dialling failed, or the peer, who alone can dial, has not.
+    Unreachable,
+}
+
+impl DowngradeReason {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Connecting, Self::Unreachable];
+
+    /// The label of the metric.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Connecting => "connecting",
+            Self::Unreachable => "unreachable",
+        }
+    }
+}
+
+/// How often a lesser transport was taken, from which to which and why.
+///
+/// ```
+/// let statistics = millpond_node::engine::Statistics::default();
+/// assert!(statistics.downgrades().all(|downgrade| downgrade.count == 0));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Downgrade {
+    /// The best transport that both sides share.
+    pub from: Via,
+    /// The one that was taken.
+    pub to: Via,
+    /// Why.
+    pub reason: DowngradeReason,
+    /// How often.
+    pub count: u64,
+}
+
+impl Statistics {
+    /// Automatic choices below the best shared transport, all that there can be: from shm to tcp.
+    pub fn downgrades(&self) -> impl Iterator<Item = Downgrade> + use<> {
+        let counts = self.detours_by;
+        DowngradeReason::ALL.into_iter().zip(counts).map(|(reason, count)| Downgrade {
+            from: Via::Shm,
+            to: Via::Tcp,
+            reason,
+            count,
+        })
+    }
+
+    pub(super) fn on_detour(&mut self, reason: DowngradeReason) {
+        self.detours += 1;
+        if let Some((_, count)) =
+            DowngradeReason::ALL.iter().zip(&mut self.detours_by).find(|(known, _)| **known == reason)
+        {
+            *count += 1;
+        }
+    }
 }
 
 /// What became of one batch, and over which path it went; see [`Engine::explain`](super::Engine::explain).

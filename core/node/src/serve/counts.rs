@@ -4,14 +4,14 @@ use millpond_core::page::Counts as Pages;
 use millpond_core::wire::message::store::Facts;
 use parking_lot::Mutex;
 
-use crate::engine::{Engine, Statistics};
+use crate::engine::{Downgrade, Engine, Statistics};
 use crate::kv::Pool;
 use crate::metrics::{Counter, Registry};
 use crate::runtime::Runtime;
 
 type Read<T> = fn(&T) -> u64;
 
-const ENGINE_TOTALS: [(&str, &str, Read<Statistics>); 10] = [
+const ENGINE_TOTALS: [(&str, &str, Read<Statistics>); 9] = [
     ("millpond_transfers_started_total", "Batches that the engine accepted.", |s| s.transfers_started),
     ("millpond_transfers_done_total", "Batches of which every request was done.", |s| s.transfers_done),
     ("millpond_transfers_failed_total", "Batches of which some request failed.", |s| s.transfers_failed),
@@ -19,10 +19,13 @@ const ENGINE_TOTALS: [(&str, &str, Read<Statistics>); 10] = [
     ("millpond_transfer_bytes_written_total", "Bytes written to peers.", |s| s.bytes_written),
     ("millpond_transfer_bytes_read_total", "Bytes read from peers.", |s| s.bytes_read),
     ("millpond_transfer_retries_total", "Requests posted again over another lane or path.", |s| s.retries),
-    ("millpond_transfer_detours_total", "Batches over a path that is not the best one.", |s| s.detours),
     ("millpond_lanes_opened_total", "Lanes dialled and accepted.", |s| s.lanes_dialled + s.lanes_accepted),
     ("millpond_lanes_lost_total", "Lanes that ended.", |s| s.lanes_lost),
 ];
+
+/// Automatic choices below the best path; `status` shows those that are not zero.
+pub(crate) const DOWNGRADES: &str = "millpond_path_downgrade_total";
+const DOWNGRADES_HELP: &str = "Posts over a transport that is not the best one both sides share.";
 
 const ENGINE_NOW: [(&str, &str, Read<Statistics>); 2] = [
     ("millpond_transfers_open", "Batches queued or under way.", |s| s.transfers_open),
@@ -80,7 +83,12 @@ impl<R: Runtime> Counts<R> {
     /// All metrics of the node in Prometheus's text format.
     pub(super) fn text(&self) -> String {
         let _reading = self.reading.lock();
-        self.show(&self.engine.statistics(), &ENGINE_TOTALS, &ENGINE_NOW);
+        let statistics = self.engine.statistics();
+        self.show(&statistics, &ENGINE_TOTALS, &ENGINE_NOW);
+        for Downgrade { from, to, reason, count, .. } in statistics.downgrades() {
+            let labels = [("from", &*from.to_string()), ("to", &*to.to_string()), ("reason", reason.name())];
+            catch_up(&self.registry.counter(DOWNGRADES, DOWNGRADES_HELP, &labels), count);
+        }
         if let Some(facts) = &self.store {
             self.show(&facts(), &STORE_TOTALS, &STORE_NOW);
         }
