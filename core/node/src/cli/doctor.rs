@@ -1,8 +1,9 @@
 //! `doctor`: what of this machine will be used, and why not the rest.
 //!
-//! Nothing is believed that can be tried: transports move random bytes between two engines and compare them.
+//! Nothing is believed that can be tried: transports move random bytes between two engines, both ways, and compare them.
 
-use std::net::SocketAddr;
+mod topology;
+mod trial;
 
 use millpond_core::time::Duration;
 use millpond_core::wire::hello::HostIdentity;
@@ -12,14 +13,12 @@ use serde_json::json;
 use super::cluster::Cluster;
 use super::failure::Failure;
 use super::store_cmds::{Exit, Output};
-use crate::engine::{Backing, Batch, Engine, Options, Via};
+use crate::engine::Via;
 use crate::model::{LoadError, Source};
 use crate::node;
-use crate::runtime::{Runtime, Stop, within};
+use crate::runtime::{Runtime, within};
 
-/// Bytes that each transport has to move.
-const TRIAL_LEN: u64 = 1 << 20;
-/// How long it may take.
+/// How long the byte test of a transport may take, with the engines that it starts.
 const TRIAL_WITHIN: Duration = Duration::from_secs(5);
 /// Open files below which a busy node runs out of connections.
 const FILES_MIN: u64 = 4096;
@@ -45,9 +44,15 @@ const ABSENT: [&str; 14] = [
 /// Arguments of `doctor`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Only try the transports.
+    /// Only try the transports, and look at what they run over.
     #[arg(long)]
     transports: bool,
+    /// Only show which NICs each place of memory would use, and why: `text`, or `json` for the priority matrix.
+    #[arg(long, value_name = "FORM", num_args = 0..=1, default_missing_value = "text", require_equals = true)]
+    #[arg(conflicts_with = "transports")]
+    topology: Option<topology::Form>,
+    #[command(flatten)]
+    choice: topology::Choice,
 }
 
 /// What was found about one thing.
@@ -72,6 +77,10 @@ impl Finding {
 type Row = (&'static str, Finding, String);
 
 pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output<'_>) -> Result<Exit, Failure> {
+    let topology = topology::Topology::read(&args.choice)?;
+    if let Some(form) = args.topology {
+        return topology.show(form, output);
+    }
     let mut rows = Vec::new();
     if !args.transports {
         rows.extend([machine(), files(), locked()]);
@@ -79,7 +88,8 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
     for via in [Via::Tcp, Via::Shm] {
         rows.push(transport(runtime, via).await);
     }
-    rows.extend([rdma(), gpus()]);
+    rows.push(topology.rdma());
+    rows.extend(topology.lines());
     if args.transports {
         let absent = |name| (name, Finding::Note, "not used: not implemented in this version".to_owned());
         rows.extend(ABSENT.map(absent));
@@ -137,79 +147,10 @@ async fn transport<R: Runtime>(runtime: &R, via: Via) -> Row {
         let text = "not used: the host cannot be told (boot id or namespaces in /proc are hidden)".to_owned();
         return (subject, Finding::Note, text);
     }
-    match within(runtime, TRIAL_WITHIN, trial(runtime, via)).await {
+    match within(runtime, TRIAL_WITHIN, trial::run(runtime, via)).await {
         Ok(Ok(text)) => (subject, Finding::Good, text),
         Ok(Err(reason)) => (subject, Finding::Bad, format!("not usable: {reason}")),
         Err(_) => (subject, Finding::Bad, format!("moved nothing within {TRIAL_WITHIN}")),
-    }
-}
-
-/// Writes random bytes from one engine to another over `via`, and compares.
-async fn trial<R: Runtime>(runtime: &R, via: Via) -> Result<String, String> {
-    fn said(error: impl ToString) -> String {
-        error.to_string()
-    }
-    let engine = |name: &str| {
-        let identity = node::identity(name, None).map_err(said)?;
-        Engine::start(runtime.clone(), Options::new(identity)).map_err(said)
-    };
-    let (near, far) = (engine("doctor: near")?, engine("doctor: far")?);
-    let stop = Stop::new();
-    let address = far.listen(SocketAddr::from(([127, 0, 0, 1], 0)), &stop).await.map_err(said)?;
-    let moved = async {
-        let target = far.allocate(TRIAL_LEN, Backing::Memfd).map_err(said)?;
-        let grant = far.grant_write(vec![target.carve(0, TRIAL_LEN).map_err(said)?]).map_err(said)?;
-        let source = near.allocate(TRIAL_LEN, Backing::Memfd).map_err(said)?;
-        let mut bytes = source.carve(0, TRIAL_LEN).map_err(said)?;
-        getrandom::fill(&mut bytes).map_err(said)?;
-        let bytes = bytes.freeze();
-        let peer = near.open(address).await.map_err(said)?;
-        let remote = near.attach(&peer, &grant.token()).map_err(said)?;
-        let batch = Batch::new().write(bytes.clone(), remote.whole()).via(via);
-        let report = near.submit(batch).map_err(said)?.await.into_done().map_err(said)?;
-        let arrived = grant.close().await;
-        if arrived.first().is_none_or(|arrived| arrived[..] != bytes[..]) {
-            return Err("other bytes arrived than were sent".to_owned());
-        }
-        let micros = report.elapsed().as_micros();
-        Ok(format!("usable: {} KiB of random bytes arrived unchanged in {micros} us", TRIAL_LEN >> 10))
-    };
-    let ending = moved.await;
-    stop.stop();
-    futures::join!(near.shut_down(), far.shut_down());
-    ending
-}
-
-/// Names of what lies in a folder of /sys.
-fn entries(dir: &str) -> Vec<String> {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
-    names
-}
-
-fn rdma() -> Row {
-    match entries("/sys/class/infiniband") {
-        devices if devices.is_empty() => ("rdma", Finding::Note, "not used: this machine has no RDMA device".into()),
-        devices => {
-            ("rdma", Finding::Note, format!("not used: this version moves no bytes over {}", devices.join(", ")))
-        }
-    }
-}
-
-fn gpus() -> Row {
-    let nvidia = entries("/proc/driver/nvidia/gpus");
-    // Its nodes are CPUs too; those have no GPU id.
-    let kfd = "/sys/class/kfd/kfd/topology/nodes";
-    let has_gpu =
-        |node: &String| std::fs::read_to_string(format!("{kfd}/{node}/gpu_id")).is_ok_and(|id| id.trim() != "0");
-    let amd = entries(kfd).into_iter().filter(has_gpu).map(|node| format!("kfd {node}"));
-    let all: Vec<String> = nvidia.into_iter().chain(amd).collect();
-    match all.len() {
-        0 => ("gpu", Finding::Note, "not used: this machine has no GPU with a driver".into()),
-        _ => {
-            ("gpu", Finding::Note, format!("not used: this version keeps KV in host memory, not on {}", all.join(", ")))
-        }
     }
 }
 
