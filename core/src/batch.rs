@@ -450,6 +450,23 @@ mod tests {
     }
 
     #[test]
+    fn lengths_around_two_and_four_gibibytes_are_cut_exactly() {
+        for edge in [1_u64 << 31, 1 << 32] {
+            for len in [edge - 1, edge, edge + 1] {
+                let whole = Move::new(Extent::new(A, 7, len), Extent::new(B, edge, len)).expect("equal lengths");
+                let (mut next, mut next_there) = (7, edge);
+                for piece in Split::new(&[whole], 1 << 30) {
+                    let (source, target) = (piece.source, piece.target);
+                    assert_eq!((source.offset, target.offset), (next, next_there));
+                    assert!(source.len <= 1 << 30 && source.len == target.len);
+                    (next, next_there) = (next + source.len, next_there + target.len);
+                }
+                assert_eq!((next, next_there), (7 + len, edge + len), "{len} bytes");
+            }
+        }
+    }
+
+    #[test]
     fn pieces_of_an_extent_never_overflow() {
         assert_eq!(Extent::new(A, u64::MAX, 2).split_at(1), None);
         assert_eq!(Extent::new(A, 0, 2).split_at(3), None);
