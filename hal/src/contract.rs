@@ -12,7 +12,8 @@
 //!   the device reports [`Event::Finished`] for the ticket. For [`Access::Read`] nobody else touches it in that time; for
 //!   [`Access::Write`] nobody writes to it, except that raw regions may be changed by their owner at any time.
 //! - A pointer from [`Inbound::resolve`] is good for exactly the range asked for, with the access asked for, until the
-//!   `poll` during which it was given returns.
+//!   `poll` during which it was given returns. What [`Inbound::lend`] gives is good until [`Memory::revoke`] returns, which is
+//!   called before anybody else gets those bytes.
 //! - A ticket is posted once; ids are not reused before [`Event::Finished`]. A posted list keeps within
 //!   [`DeviceLimits`]; all its moves go over one link. Lengths may be zero.
 //! - A region stays mapped from [`Memory::register`] until [`Memory::release`] returns.
@@ -21,6 +22,8 @@
 //! - **Touch only what is lent.** Local memory is touched only through posted moves, between `post` and `Finished`, and only
 //!   inside the ranges posted: a [`Access::Write`] move is read from, a [`Access::Read`] move is written to. A peer's
 //!   request is served only through [`Inbound::resolve`], asked again in every `poll`; no pointer it gave outlives the poll.
+//!   A one-sided device may instead give the peer keys to what [`Inbound::lend`] named, for that link, those ranges and those
+//!   rights; when [`Memory::revoke`] returns, no key reaches those bytes any more.
 //! - **No references.** Memory that a device or peer may write is handled by pointer and copy, never as `&` or `&mut`.
 //! - **`Finished` is quiet.** Once `Finished` is reported for a ticket the device never touches its local memory again.
 //!   It is reported exactly once for each ticket that `post` accepted, and for no other.
@@ -395,6 +398,9 @@ pub enum LinkDownReason {
     /// A newer generation of the same lane replaced it.
     #[error("a newer generation of the lane replaced this one")]
     Superseded,
+    /// It was idle and another link needed its place.
+    #[error("the link was idle and made room for another; open it again when it is used")]
+    Evicted,
     /// The peer broke the protocol.
     #[error("the peer broke the protocol: {0}")]
     Violation(&'static str),
@@ -456,12 +462,27 @@ pub struct Proven {
     pub rights: Rights,
 }
 
+/// What a one-sided device may give a peer keys to.
+///
+/// Example: `hal/src/backend/rdma/memory.rs`.
+#[derive(Clone, Debug)]
+pub struct Lent {
+    /// The region that the bytes lie in.
+    pub memory: RegionId,
+    /// Sorted, disjoint `start..end` ranges, offsets in the region.
+    pub ranges: Vec<(u64, u64)>,
+    /// What the peer may do there.
+    pub rights: Rights,
+}
+
 /// The fabric as a device sees it while it is polled.
 ///
 /// # Safety
 /// - Every pointer that [`Inbound::resolve`] gives is valid for the range and access asked for until the `poll` in which it
 ///   was given returns; for [`Access::Write`] nobody else reads or writes there meanwhile, except that raw regions may be
 ///   touched by their owner, by copies, at any time.
+/// - The ranges that [`Inbound::lend`] gives are valid, and nobody else's in the same way, until [`Memory::revoke`] of that
+///   region or grant returns.
 ///
 /// Example: `hal/src/backend/host.rs`.
 #[allow(unsafe_code)]
@@ -472,6 +493,13 @@ pub unsafe trait Inbound {
     /// Where the bytes of `range` are, for a request of the peer on `link`. The pointer is good for `range.len` bytes, for
     /// this access only, until the current `poll` returns: ask again in the next one. Zero-length ranges resolve too.
     fn resolve(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<NonNull<u8>, Refusal>;
+
+    /// Where all bytes of `region`, which the peer on `link` has proven, are: for devices whose peers reach memory by
+    /// themselves. The device answers for them until [`Memory::revoke`].
+    fn lend(&mut self, link: LinkId, region: RegionId) -> Result<Lent, Refusal> {
+        let _ = (link, region);
+        Err(Refusal::NotShareable)
+    }
 
     /// The writes of a batch of the peer on `link` are applied; count them.
     fn arrive(&mut self, link: LinkId, arrival: PostedArrival) -> Result<(), Refusal>;
@@ -631,6 +659,9 @@ pub enum RegisterError {
     /// At a bound.
     #[error("the transport's region table is full; release a region first")]
     Full,
+    /// The device or its driver cannot register memory of a GPU by dma-buf.
+    #[error("this device cannot register memory of kind {0:?} by dma-buf; stage it through host memory")]
+    NoDmabuf(MemoryKind),
     /// The operating system refused.
     #[error("registration failed with system error {0}")]
     System(i32),
@@ -658,6 +689,12 @@ pub unsafe trait Memory {
 
     /// Forgets a local region. No batch in flight names it. When this returns the device holds no pointer into it.
     fn release(&mut self, region: RegionId);
+
+    /// A region or grant of ours that was lent ([`Inbound::lend`]) ends. When this returns, no peer reaches its bytes through
+    /// this device. Devices that were not lent it do nothing.
+    fn revoke(&mut self, exposure: RegionId) {
+        let _ = exposure;
+    }
 
     /// A peer's region or grant that batches on `link` may name from now on; the device proves the capability to the peer
     /// before, or with, the first batch that does. Called again for one it knows it does nothing, unless the capability is

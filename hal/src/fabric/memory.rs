@@ -240,7 +240,7 @@ impl Fabric {
     pub(super) fn forget_region(&mut self, id: RegionId) {
         let Some(exposure) = self.tables.regions.get(id).map(|entry| entry.exposure) else { return };
         if let Some(exposure) = exposure {
-            self.tables.close_exposure(exposure);
+            self.end_exposure(exposure);
         }
         for device in &mut self.devices {
             device.release(id);
@@ -294,7 +294,7 @@ impl Fabric {
             return Vec::new();
         }
         grant.0.shared = None;
-        match self.tables.close_exposure(grant.id()).map(|exposure| exposure.holding) {
+        match self.end_exposure(grant.id()).map(|exposure| exposure.holding) {
             Some(Holding::Write(buffers)) => buffers,
             _ => Vec::new(),
         }
@@ -304,7 +304,7 @@ impl Fabric {
     pub fn revoke(&mut self, mut grant: ReadGrant) {
         if grant.0.belongs_to(&self.shared) {
             grant.0.shared = None;
-            self.tables.close_exposure(grant.id());
+            self.end_exposure(grant.id());
         }
     }
 
@@ -314,6 +314,14 @@ impl Fabric {
         let Some(exposure) = self.tables.exposures.get(grant) else { return 0 };
         let found = exposure.counters.binary_search_by_key(&counter, |entry| entry.0);
         found.map_or(0, |index| exposure.counters[index].1)
+    }
+
+    /// Ends an exposure, after no peer reaches its bytes any more.
+    pub(super) fn end_exposure(&mut self, id: RegionId) -> Option<Exposure> {
+        if self.tables.exposures.get(id).is_some_and(|exposure| exposure.lent) {
+            self.devices.iter_mut().for_each(|device| device.revoke(id));
+        }
+        self.tables.close_exposure(id)
     }
 
     fn exposure_room(&self) -> Result<(), GrantError> {
@@ -362,6 +370,7 @@ impl Fabric {
             holding,
             counters: Vec::new(),
             announced: false,
+            lent: false,
         };
         let id = self.tables.exposures.insert(exposure).ok().expect("the caller has checked that there is room");
         let capability = self.capability(id);
@@ -423,7 +432,7 @@ impl Fabric {
         self.shared.drain(&mut reaped);
         for dropped in reaped.drain(..) {
             match dropped {
-                Dropped::Grant(id) => drop(self.tables.close_exposure(id)),
+                Dropped::Grant(id) => drop(self.end_exposure(id)),
                 Dropped::Ticket(id) => self.orphan(id),
                 Dropped::Region(id) => {
                     let Some(entry) = self.tables.regions.get_mut(id) else { continue };

@@ -15,8 +15,8 @@ use super::batch::{Batch, Exception, Outcomes};
 use super::grant::Holding;
 use super::{FabricEvent, Limits, Stats};
 use crate::contract::{
-    Access, Event, Inbound, LinkDownReason, LinkId, Outcome, PostedArrival, PostedMove, Proven, Refusal, RemoteRange,
-    TicketId,
+    Access, Event, Inbound, Lent, LinkDownReason, LinkId, Outcome, PostedArrival, PostedMove, Proven, Refusal,
+    RemoteRange, TicketId,
 };
 use crate::mapping::{HeaderPage, Mapping};
 use crate::region::Mode;
@@ -50,6 +50,8 @@ pub(super) struct Exposure {
     pub(super) counters: Vec<(u64, u64)>,
     /// An `Arrived` of it is in the queue.
     pub(super) announced: bool,
+    /// Some device may have given peers keys to it.
+    pub(super) lent: bool,
 }
 
 pub(super) struct LinkEntry {
@@ -284,6 +286,8 @@ impl Change {
 //   mapping (`Fabric::grant`, `expose`). Exposures are closed only by calls on the fabric, never during a poll.
 // - for writes nobody else is there: the exposure holds the exclusive leases (`Holding::Write`) of all its ranges, or the
 //   region is raw.
+// - what `lend` names is the same ranges of the same mapping: the exposure is closed by `Fabric::end_exposure` only, which has
+//   every device revoke it first.
 unsafe impl Inbound for Tables {
     fn prove(&mut self, link: LinkId, region: RegionId, capability: Capability) -> Result<Proven, Refusal> {
         let Some(exposure) = self.exposures.get(region) else { return self.refused(Refusal::Stale) };
@@ -321,6 +325,15 @@ unsafe impl Inbound for Tables {
         let offset = range.offset as usize;
         // SAFETY: `offset` is at most the mapping's length: the range found above is inside the mapping.
         Ok(unsafe { base.add(offset) })
+    }
+
+    fn lend(&mut self, link: LinkId, region: RegionId) -> Result<Lent, Refusal> {
+        if let Err(refusal) = self.proven(link, region) {
+            return self.refused(refusal);
+        }
+        let Some(exposure) = self.exposures.get_mut(region) else { return self.refused(Refusal::Stale) };
+        exposure.lent = true;
+        Ok(Lent { memory: exposure.memory, ranges: exposure.ranges.clone(), rights: exposure.rights })
     }
 
     fn arrive(&mut self, link: LinkId, arrival: PostedArrival) -> Result<(), Refusal> {

@@ -140,6 +140,10 @@ impl Drop for Fabric {
             device.poll(self.tables.now, 0, &mut self.tables);
         }
         self.tables.leak_in_flight();
+        let exposures: Vec<_> = self.tables.exposures.iter().map(|(id, _)| id).collect();
+        for exposure in exposures {
+            self.end_exposure(exposure);
+        }
     }
 }
 
@@ -159,10 +163,6 @@ impl Tables {
                 }
             }
             core::mem::forget(entry.batch);
-        }
-        let exposures: Vec<_> = self.exposures.iter().map(|(id, _)| id).collect();
-        for exposure in exposures {
-            self.close_exposure(exposure);
         }
     }
 }
