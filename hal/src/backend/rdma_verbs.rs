@@ -26,8 +26,9 @@ use super::rdma::verbs::{
 const POLL_MAX: usize = 32;
 /// 4.096 us times 2 to this: how long an acknowledgement may take before the NIC sends again. About 67 ms.
 const TIMEOUT: u8 = 14;
-/// How often the NIC sends again: a peer that is gone is found after half a second or so.
-const RETRIES: u8 = 7;
+/// How often the NIC sends again: a peer that is gone is found after half a second or so. One less than can be asked for, since
+/// Soft-RoCE takes 7 for "for ever" (seen: a dead peer was not found in 30 s).
+const RETRIES: u8 = 6;
 /// How often it tries a peer without a receive request: for ever; there always is one, and the link has a deadline of its own.
 const NOT_READY_RETRIES: u8 = 7;
 /// How long such a peer asks to wait: 0.64 ms.

@@ -410,6 +410,21 @@ fn every_way_a_request_fails_ends_the_link_and_tells_no_lies() {
 }
 
 #[test]
+fn an_idle_link_whose_peer_is_gone_is_found_by_its_ping() {
+    let mut ends = ends();
+    ends.settle();
+    let (before, start) = (ends.nic_there.counts().messages, ends.now);
+    ends.nic_there.knobs().fails_next = Some(Status::NoAnswer);
+    let link_there = ends.link_there;
+    ends.until("the link's end", |ends| ends.there.link(link_there).is_none());
+    assert!(ends.now.since(start) < Duration::from_secs(11), "after {}", ends.now.since(start));
+    let events: Vec<_> = core::iter::from_fn(|| ends.there.next_event()).collect();
+    let gone = LinkDownReason::PeerGone;
+    assert_eq!(events, [FabricEvent::LinkDown { link: link_there, reason: gone }]);
+    assert_eq!(ends.nic_there.counts().messages, before + 1);
+}
+
+#[test]
 fn a_port_that_goes_down_ends_its_links_at_once_and_takes_none_until_it_is_up() {
     let mut ends = ends();
     let (_region, _grant, there) = ends.target(1 << 20);
