@@ -1,5 +1,6 @@
 //! The backends, one module each. Each keeps [`crate::contract`] and passes the conformance suite.
 
+pub mod file;
 pub mod host;
 // The state machine is tested over a NIC of our own; without the feature nothing else uses it.
 #[cfg(any(test, feature = "rdma"))]

@@ -12,10 +12,13 @@ use crate::fabric::{Batch, Completion, Fabric, FabricEvent, FabricWake, PostOpti
 use crate::region::{Region, RegionBuf, RegionBytes};
 
 mod endings;
+mod files;
 mod moves;
 mod refusals;
 #[cfg(test)]
 mod tests;
+
+pub use files::{MakeFile, run_files};
 
 /// Pairs are made with links of this progress deadline.
 pub const PROGRESS_DEADLINE: Duration = Duration::from_millis(150);

@@ -30,6 +30,9 @@
 //! - **The far end is told honestly.** [`FarEnd::Done`]: the peer has confirmed that the move is visible there.
 //!   [`FarEnd::Untouched`]: the peer has confirmed, or it is certain, that it neither did nor will do any of it.
 //!   Everything else is [`FarEnd::Unknown`]. A read is `Done` when its bytes are in local memory and were the peer's.
+//! - **Done is visible, a sync is durable.** `Done` means that whoever reads the target from then on gets the bytes, also
+//!   after the death of either process; it does not mean that they outlive a loss of power. [`Post::sync`] asks for that: such
+//!   a batch is done only once its own writes, and all writes to that memory that were done before, are on stable storage.
 //! - **Right bytes or an error.** A move is reported done only if exactly the bytes of the source lie in the target. A
 //!   source that was revoked before the copy was complete makes it [`End::Refused`].
 //! - **Arrivals follow their writes.** [`Inbound::arrive`] is called once for a batch, after every write of it was applied,
@@ -37,7 +40,8 @@
 //! - **Peer input is untrusted.** No byte from a peer reaches an `assert!` or an unchecked index; what does not parse ends
 //!   that link with [`LinkDownReason::Violation`] and nothing else.
 //! - **It can be closed.** After [`Transport::close`] the next `poll` reports `Finished` for every ticket of that link, then
-//!   [`Event::LinkDown`], once. A link that dies by itself does the same. A peer never keeps a device from doing so.
+//!   [`Event::LinkDown`], once. A link that dies by itself does the same. A peer never keeps a device from doing so; the
+//!   kernel may: where it still reads or writes local memory (`file`), both come in the first poll after it let go.
 //! - **It does not block or spin.** `post`, `poll`, `cancel`, `close` and `arm` return without waiting for a peer; `poll`
 //!   copies at most `budget_bytes` by CPU, give or take one move's chunk of [`TURN_CHUNK_LEN`].
 //! - **Overlap is refused.** A move whose two sides overlap in one memory (raw regions, link to oneself) may be refused.
@@ -52,6 +56,8 @@ use std::sync::Arc;
 use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken, Rights};
 use millpond_core::slab::Handle;
 use millpond_core::time::{Duration, Instant};
+
+use crate::file::OpenFile;
 
 /// The most bytes a device copies by CPU in one turn.
 pub const TURN_BYTES_MAX: u64 = 1 << 20;
@@ -207,6 +213,9 @@ pub struct Post {
     pub moves: Vec<PostedMove>,
     /// What to count at the peer afterwards.
     pub arrival: Option<PostedArrival>,
+    /// What to bring to stable storage after the writes and before the arrival: an empty range of a region of a kind that
+    /// [`Memory::syncs`] names.
+    pub sync: Option<RemoteRange>,
 }
 
 /// A device did not take a batch; nothing was started and the batch comes back.
@@ -349,6 +358,15 @@ pub enum Refusal {
     /// The owner's device failed.
     #[error("the owner's device failed; its log says why")]
     Failed = 10,
+    /// The file system of the owner's file is full, or its quota is used up. (11 is a cancel on the wire.)
+    #[error("the owner's file system is full; free space there")]
+    NoSpace = 12,
+    /// The file is shorter than its region: somebody cut it.
+    #[error("the file is shorter than its region, somebody cut it; open it again and fill what was lost")]
+    Truncated = 13,
+    /// The medium failed: bytes could not be read from it, or written to it.
+    #[error("the owner's medium failed to read or write; look at the kernel's log there")]
+    Medium = 14,
 }
 
 impl Refusal {
@@ -372,6 +390,9 @@ impl Refusal {
             8 => Self::NotShareable,
             9 => Self::Damaged,
             10 => Self::Failed,
+            12 => Self::NoSpace,
+            13 => Self::Truncated,
+            14 => Self::Medium,
             _ => return None,
         })
     }
@@ -491,7 +512,8 @@ pub unsafe trait Inbound {
     fn prove(&mut self, link: LinkId, region: RegionId, capability: Capability) -> Result<Proven, Refusal>;
 
     /// Where the bytes of `range` are, for a request of the peer on `link`. The pointer is good for `range.len` bytes, for
-    /// this access only, until the current `poll` returns: ask again in the next one. Zero-length ranges resolve too.
+    /// this access only, until the current `poll` returns: ask again in the next one. Zero-length ranges resolve too. What has
+    /// no address (a file) is [`Refusal::NotShareable`].
     fn resolve(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<NonNull<u8>, Refusal>;
 
     /// Where all bytes of `region`, which the peer on `link` has proven, are: for devices whose peers reach memory by
@@ -500,6 +522,11 @@ pub unsafe trait Inbound {
         let _ = (link, region);
         Err(Refusal::NotShareable)
     }
+
+    /// Whether the peer on `link` may do `access` to `range` now, and in which region of ours that lies: for regions without
+    /// addresses (files), whose backend asks before it starts each piece. Pieces that were started run on when the grant
+    /// ends; the batch's `Finished` says when the last of them ended.
+    fn admit(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<RegionId, Refusal>;
 
     /// The writes of a batch of the peer on `link` are applied; count them.
     fn arrive(&mut self, link: LinkId, arrival: PostedArrival) -> Result<(), Refusal>;
@@ -550,12 +577,14 @@ pub struct DeviceLimits {
 pub struct RegionMemory {
     /// Its name in the fabric's table.
     pub id: RegionId,
-    /// First byte.
+    /// First byte; dangling for a file, which has no address.
     pub base: NonNull<u8>,
     /// Length in bytes.
     pub len: u64,
     /// What sort of memory.
     pub kind: MemoryKind,
+    /// The file that it is, for [`MemoryKind::File`].
+    pub file: Option<Arc<OpenFile>>,
     /// A sealed descriptor that peers on this host may map read-only; `None` if it cannot be shared.
     pub shared: Option<Arc<OwnedFd>>,
 }
@@ -677,6 +706,11 @@ pub enum RegisterError {
 pub unsafe trait Memory {
     /// Whether a move between these kinds is possible.
     fn moves(&self, local: MemoryKind, remote: MemoryKind) -> bool;
+
+    /// Whether it can bring such memory to stable storage ([`Post::sync`]).
+    fn syncs(&self, _remote: MemoryKind) -> bool {
+        false
+    }
 
     /// The header page of this fabric, given once before anything else: its words say which tokens still hold.
     fn share_header(&mut self, header: &Arc<crate::mapping::HeaderPage>);

@@ -36,6 +36,7 @@
 //! ```
 
 mod batch;
+mod file;
 mod grant;
 mod memory;
 mod post;
@@ -51,6 +52,7 @@ use millpond_core::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, epoll};
 
 pub use batch::{Arrival, Batch, Completion, NotStarted, PostError, Request, Ticket};
+pub use file::{FileGrant, FileRegion};
 pub use grant::{Grant, GrantError, NotGranted, ReadGrant};
 pub use memory::{AllocateError, AllocateOptions, AttachError, NotReleased, ReleaseError};
 pub use post::PostOptions;

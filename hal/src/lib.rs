@@ -20,6 +20,7 @@ pub mod copy;
 #[cfg_attr(miri, path = "copy_plain.rs")]
 mod copy_arch;
 pub mod fabric;
+pub mod file;
 pub mod mapping;
 pub mod probe;
 pub mod region;

@@ -63,6 +63,10 @@ unsafe impl Inbound for Twisted<'_> {
         Ok(pointer)
     }
 
+    fn admit(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<RegionId, Refusal> {
+        self.inner.admit(link, range, access)
+    }
+
     fn arrive(&mut self, link: LinkId, arrival: PostedArrival) -> Result<(), Refusal> {
         if self.bug == Bug::CountsTwice {
             self.inner.arrive(link, arrival)?;

@@ -116,6 +116,7 @@ pub struct Arrival {
 pub struct Batch {
     pub(super) requests: Vec<Request>,
     pub(super) arrival: Option<Arrival>,
+    pub(super) sync: Option<RegionId>,
 }
 
 impl Batch {
@@ -157,6 +158,14 @@ impl Batch {
         self
     }
 
+    /// Ends the batch only once its writes, and all writes to the file that `region` lies in which were done before, are on
+    /// stable storage. A batch of nothing else syncs what is there. Without it, done writes outlive our death, but not a loss
+    /// of power.
+    pub fn sync(&mut self, region: RegionId) -> &mut Self {
+        self.sync = Some(region);
+        self
+    }
+
     /// How many requests there are.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -183,7 +192,7 @@ impl Batch {
 
     /// Takes all requests out, in order; the batch is empty afterwards and keeps its allocation.
     pub fn drain(&mut self) -> impl Iterator<Item = Request> + '_ {
-        self.arrival = None;
+        (self.arrival, self.sync) = (None, None);
         self.requests.drain(..)
     }
 
@@ -305,6 +314,12 @@ pub enum PostError {
     /// The arrival's region is not attached.
     #[error("the arrival names a region that is not attached")]
     UnknownArrivalRegion,
+    /// The region to sync is not attached.
+    #[error("the batch syncs a region that is not attached")]
+    UnknownSyncRegion,
+    /// The region to sync is not of a kind that this transport makes durable.
+    #[error("this transport cannot bring that memory to stable storage; sync files only, over a link of `file`")]
+    NotDurable,
 }
 
 impl From<PostRefusal> for PostError {

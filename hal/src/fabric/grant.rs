@@ -169,6 +169,12 @@ pub enum GrantError {
     /// A whole region was to be exposed that is not raw.
     #[error("only a raw region is exposed as a whole; grant ranges of a leased one")]
     NotRaw,
+    /// A range that is not inside the file.
+    #[error("a range of the grant is not inside the file")]
+    OutOfBounds,
+    /// A right to write a file that was opened for reading.
+    #[error("the file is open for reading only; open it for writing, or grant the right to read")]
+    ReadOnly,
 }
 
 /// What an exposure holds while it lasts.
@@ -177,6 +183,8 @@ pub(super) enum Holding {
     Write(Vec<RegionBuf>),
     Read(#[allow(dead_code, reason = "held for its drop")] Vec<RegionBytes>),
     Raw,
+    /// Whoever holds the grant holds the file.
+    File,
 }
 
 /// Sorted, joined `start..end` ranges of the items. Neighbours become one, so a move may span buffers that touch.

@@ -11,7 +11,7 @@ use millpond_core::slab::Handle;
 use super::Fabric;
 use super::grant::{Grant, GrantError, Held, Holding, NotGranted, ReadGrant, joined_ranges};
 use super::shared::Dropped;
-use super::table::{Exposure, RegionEntry, RemoteEntry};
+use super::table::{Exposure, Place, RegionEntry, RemoteEntry};
 use crate::contract::RegionMemory;
 use crate::mapping::{Backing, MapError, Mapping};
 use crate::region::{Mode, OnRegionDrop, Region, RegionBuf, RegionBytes};
@@ -182,34 +182,39 @@ impl Fabric {
     fn insert_region(&mut self, mapping: Mapping, mode: Mode) -> Result<Region, AllocateError> {
         let regions_max = self.tables.regions.capacity();
         let mapping = Arc::new(mapping);
-        let entry = RegionEntry {
-            mapping: Arc::clone(&mapping),
-            kind: MemoryKind::Host,
-            mode,
-            devices: 0,
-            raw_in_flight: 0,
-            exposure: None,
-            doomed: false,
-        };
-        let id = self.tables.regions.insert(entry).map_err(|_| AllocateError::Full { regions_max })?;
-        for device in 0..self.devices.len() {
-            self.register_with(device, id);
-        }
+        let id = self
+            .insert_place(Place::Mapped(Arc::clone(&mapping)), MemoryKind::Host, mode)
+            .ok_or(AllocateError::Full { regions_max })?;
         let home: Arc<dyn OnRegionDrop> = self.shared.clone();
         Ok(Region::new(id, mapping, mode, Some(home)))
     }
 
+    /// A new entry of the region table, known to all devices that take it; `None` if the table is full.
+    pub(super) fn insert_place(&mut self, place: Place, kind: MemoryKind, mode: Mode) -> Option<RegionId> {
+        let entry = RegionEntry { place, kind, mode, devices: 0, raw_in_flight: 0, exposure: None, doomed: false };
+        let id = self.tables.regions.insert(entry).ok()?;
+        for device in 0..self.devices.len() {
+            self.register_with(device, id);
+        }
+        Some(id)
+    }
+
     pub(super) fn register_with(&mut self, device: usize, id: RegionId) {
         let Some(entry) = self.tables.regions.get_mut(id) else { return };
-        let memory = RegionMemory {
-            id,
-            base: entry.mapping.base(),
-            len: entry.mapping.len(),
-            kind: entry.kind,
-            shared: entry.mapping.shared().cloned(),
+        let kind = entry.kind;
+        let memory = match &entry.place {
+            Place::Mapped(mapping) => {
+                let (base, len, shared) = (mapping.base(), mapping.len(), mapping.shared().cloned());
+                RegionMemory { id, base, len, kind, file: None, shared }
+            }
+            Place::File(file) => {
+                let (base, len) = (NonNull::dangling(), file.len());
+                RegionMemory { id, base, len, kind, file: Some(Arc::clone(file)), shared: None }
+            }
         };
         // SAFETY:
-        // - the mapping stays: `entry` holds it, and is removed only by `forget_region`, which releases it first.
+        // - the mapping stays: `entry` holds it, and is removed only by `forget_region`, which releases it first. A file has
+        //   none.
         if unsafe { self.devices[device].register(&memory) }.is_ok() {
             entry.devices |= 1 << device;
         }
@@ -234,7 +239,10 @@ impl Fabric {
     }
 
     pub(super) fn known_region(&self, region: &Region) -> Option<&RegionEntry> {
-        self.tables.regions.get(region.id()).filter(|entry| Arc::ptr_eq(&entry.mapping, region.mapping()))
+        self.tables
+            .regions
+            .get(region.id())
+            .filter(|entry| entry.place.mapping().is_some_and(|mapping| Arc::ptr_eq(mapping, region.mapping())))
     }
 
     pub(super) fn forget_region(&mut self, id: RegionId) {
@@ -324,7 +332,7 @@ impl Fabric {
         self.tables.close_exposure(id)
     }
 
-    fn exposure_room(&self) -> Result<(), GrantError> {
+    pub(super) fn exposure_room(&self) -> Result<(), GrantError> {
         let exposures_max = self.tables.exposures.capacity();
         if self.tables.exposures.len() < exposures_max { Ok(()) } else { Err(GrantError::Full { exposures_max }) }
     }
@@ -350,7 +358,7 @@ impl Fabric {
     }
 
     /// There is room, and `memory` is in the table: the callers have just looked.
-    fn insert_exposure(
+    pub(super) fn insert_exposure(
         &mut self,
         memory: RegionId,
         ranges: Vec<(u64, u64)>,
@@ -359,11 +367,11 @@ impl Fabric {
     ) -> RegionToken {
         let start = ranges.first().map_or(0, |range| range.0);
         let end = ranges.last().map_or(0, |range| range.1);
-        let mapping = Arc::clone(&self.tables.regions.get(memory).expect("looked up by the caller").mapping);
+        let place = self.tables.regions.get(memory).expect("looked up by the caller").place.clone();
         let blank = Capability::new([0; 16]);
         let exposure = Exposure {
             memory,
-            mapping,
+            place,
             ranges,
             rights,
             capability: blank,

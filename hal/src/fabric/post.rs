@@ -4,7 +4,7 @@
 use core::ptr::NonNull;
 use std::sync::Arc;
 
-use millpond_core::batch::{Extent, RegionToken};
+use millpond_core::batch::{Extent, RegionId, RegionToken};
 use millpond_core::time::Instant;
 
 use super::Fabric;
@@ -63,7 +63,7 @@ impl Fabric {
         self.reap();
         let mut moves = self.tables.move_pool.pop().unwrap_or_default();
         let checked = self.check(link, &batch, &mut moves);
-        let (device, arrival) = match checked {
+        let (device, arrival, sync) = match checked {
             Ok(checked) => checked,
             Err(reason) => {
                 self.tables.recycle_moves(moves);
@@ -90,7 +90,7 @@ impl Fabric {
                 return Err(NotStarted { batch: full.0.batch, reason: PostError::TicketsFull { tickets_max } });
             }
         };
-        let post = Post { ticket, link, attempt: options.attempt, moves, arrival };
+        let post = Post { ticket, link, attempt: options.attempt, moves, arrival, sync };
         // SAFETY:
         // - valid: each range was checked against its mapping in `check`; the leases that keep it are in the ticket's entry
         //   since `insert` above, raw regions by their in-flight count below; both end with `finish` only.
@@ -132,7 +132,7 @@ impl Fabric {
         link: LinkId,
         batch: &Batch,
         moves: &mut Vec<PostedMove>,
-    ) -> Result<(usize, Option<PostedArrival>), PostError> {
+    ) -> Result<(usize, Option<PostedArrival>, Option<RemoteRange>), PostError> {
         let entry = self.tables.links.get(link.handle()).filter(|entry| !entry.closing).ok_or(PostError::LinkClosed)?;
         let device = entry.device;
         let limits = self.devices[device].limits();
@@ -143,12 +143,22 @@ impl Fabric {
         for (index, request) in batch.requests().iter().enumerate() {
             moves.push(self.check_request(link, device, index, request)?);
         }
-        let Some(arrival) = batch.arrival else { return Ok((device, None)) };
+        let sync = batch.sync.map(|region| self.check_sync(link, device, region)).transpose()?;
+        let Some(arrival) = batch.arrival else { return Ok((device, None, sync)) };
         let token =
             self.tables.remotes.get(arrival.region).map(|entry| entry.token).ok_or(PostError::UnknownArrivalRegion)?;
         self.attach_on(link, device, arrival.region, &token).ok_or(PostError::UnknownArrivalRegion)?;
         let posted = PostedArrival { region: token.region, counter: arrival.counter, amount: arrival.amount };
-        Ok((device, Some(posted)))
+        Ok((device, Some(posted), sync))
+    }
+
+    fn check_sync(&mut self, link: LinkId, device: usize, region: RegionId) -> Result<RemoteRange, PostError> {
+        let token = self.tables.remotes.get(region).map(|entry| entry.token).ok_or(PostError::UnknownSyncRegion)?;
+        if !token.kind().is_some_and(|kind| self.devices[device].syncs(kind)) {
+            return Err(PostError::NotDurable);
+        }
+        self.attach_on(link, device, region, &token).ok_or(PostError::UnknownSyncRegion)?;
+        Ok(RemoteRange { region: token.region, offset: token.offset, len: 0 })
     }
 
     fn check_request(
@@ -205,24 +215,19 @@ impl Fabric {
                 if !matches!(entry.mode, crate::region::Mode::Raw(_)) {
                     return Err(unknown);
                 }
-                if extent.end().is_none_or(|end| end > entry.mapping.len()) {
+                let mapping = entry.place.mapping().ok_or(unknown)?;
+                if extent.end().is_none_or(|end| end > mapping.len()) {
                     return Err(PostError::OutOfBounds { index, side: "local" });
                 }
-                return Ok((address(&entry.mapping, extent.offset), extent));
+                return Ok((address(mapping, extent.offset), extent));
             }
         };
-        let entry = self.known_region(region).ok_or(unknown)?;
-        Ok((address(&entry.mapping, extent.offset), extent))
+        self.known_region(region).ok_or(unknown)?;
+        Ok((address(region.mapping(), extent.offset), extent))
     }
 
     /// Makes sure that the device knows the peer's region on that link.
-    fn attach_on(
-        &mut self,
-        link: LinkId,
-        device: usize,
-        region: millpond_core::batch::RegionId,
-        token: &RegionToken,
-    ) -> Option<()> {
+    fn attach_on(&mut self, link: LinkId, device: usize, region: RegionId, token: &RegionToken) -> Option<()> {
         let tables = &mut self.tables;
         let entry = tables.remotes.get_mut(region)?;
         if !entry.links.contains(&link) {

@@ -18,6 +18,7 @@ use crate::contract::{
     Access, Event, Inbound, Lent, LinkDownReason, LinkId, Outcome, PostedArrival, PostedMove, Proven, Refusal,
     RemoteRange, TicketId,
 };
+use crate::file::OpenFile;
 use crate::mapping::{HeaderPage, Mapping};
 use crate::region::Mode;
 
@@ -26,8 +27,24 @@ type Table<T> = Slab<T, Box<[Slot<T>]>>;
 /// Posted lists kept for reuse.
 const POOL_MAX: usize = 256;
 
+/// Where the bytes of a region are.
+#[derive(Clone)]
+pub(super) enum Place {
+    Mapped(Arc<Mapping>),
+    File(Arc<OpenFile>),
+}
+
+impl Place {
+    pub(super) fn mapping(&self) -> Option<&Arc<Mapping>> {
+        match self {
+            Self::Mapped(mapping) => Some(mapping),
+            Self::File(_) => None,
+        }
+    }
+}
+
 pub(super) struct RegionEntry {
-    pub(super) mapping: Arc<Mapping>,
+    pub(super) place: Place,
     pub(super) kind: MemoryKind,
     pub(super) mode: Mode,
     /// Bit n: device n knows the region.
@@ -41,7 +58,7 @@ pub(super) struct RegionEntry {
 
 pub(super) struct Exposure {
     pub(super) memory: RegionId,
-    pub(super) mapping: Arc<Mapping>,
+    pub(super) place: Place,
     pub(super) ranges: Vec<(u64, u64)>,
     pub(super) rights: Rights,
     pub(super) capability: Capability,
@@ -174,8 +191,10 @@ impl Tables {
                 self.releasable.push(raw.region);
             }
         }
-        if let Some(remote) = batch.arrival.and_then(|arrival| self.remotes.get_mut(arrival.region)) {
-            change.apply(&mut remote.in_flight);
+        for region in [batch.arrival.map(|arrival| arrival.region), batch.sync].into_iter().flatten() {
+            if let Some(remote) = self.remotes.get_mut(region) {
+                change.apply(&mut remote.in_flight);
+            }
         }
     }
 
@@ -260,6 +279,19 @@ impl Tables {
         }
     }
 
+    /// The exposure, if the link may do that to that range of it.
+    fn admitted(&self, link: LinkId, range: RemoteRange, access: Access) -> Result<&Exposure, Refusal> {
+        let exposure = self.proven(link, range.region)?;
+        if !exposure.rights.allows(access.right()) {
+            return Err(Refusal::WrongRights);
+        }
+        let inside = range.offset.checked_add(range.len).is_some_and(|end| {
+            let next = exposure.ranges.partition_point(|granted| granted.0 <= range.offset);
+            next.checked_sub(1).is_some_and(|index| end <= exposure.ranges[index].1)
+        });
+        if inside { Ok(exposure) } else { Err(Refusal::OutOfBounds) }
+    }
+
     fn refused<T>(&mut self, refusal: Refusal) -> Result<T, Refusal> {
         self.stats.refusals_given += 1;
         Err(refusal)
@@ -306,24 +338,14 @@ unsafe impl Inbound for Tables {
     }
 
     fn resolve(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<NonNull<u8>, Refusal> {
-        let exposure = match self.proven(link, range.region) {
-            Ok(exposure) => exposure,
+        let base = match self.admitted(link, range, access) {
+            Ok(exposure) => exposure.place.mapping().map(|mapping| mapping.base()),
             Err(refusal) => return self.refused(refusal),
         };
-        if !exposure.rights.allows(access.right()) {
-            return self.refused(Refusal::WrongRights);
-        }
-        let inside = range.offset.checked_add(range.len).is_some_and(|end| {
-            let next = exposure.ranges.partition_point(|granted| granted.0 <= range.offset);
-            next.checked_sub(1).is_some_and(|index| end <= exposure.ranges[index].1)
-        });
-        if !inside {
-            return self.refused(Refusal::OutOfBounds);
-        }
+        let Some(base) = base else { return self.refused(Refusal::NotShareable) };
         // In range of the mapping, whose length fits usize; so nothing wraps and the pointer is not null.
-        let base = exposure.mapping.base();
         let offset = range.offset as usize;
-        // SAFETY: `offset` is at most the mapping's length: the range found above is inside the mapping.
+        // SAFETY: `offset` is at most the mapping's length: the range found by `admitted` is inside the mapping.
         Ok(unsafe { base.add(offset) })
     }
 
@@ -334,6 +356,11 @@ unsafe impl Inbound for Tables {
         let Some(exposure) = self.exposures.get_mut(region) else { return self.refused(Refusal::Stale) };
         exposure.lent = true;
         Ok(Lent { memory: exposure.memory, ranges: exposure.ranges.clone(), rights: exposure.rights })
+    }
+
+    fn admit(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<RegionId, Refusal> {
+        let admitted = self.admitted(link, range, access).map(|exposure| exposure.memory);
+        admitted.or_else(|refusal| self.refused(refusal))
     }
 
     fn arrive(&mut self, link: LinkId, arrival: PostedArrival) -> Result<(), Refusal> {

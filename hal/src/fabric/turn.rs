@@ -158,8 +158,8 @@ impl Tables {
         for ticket in in_flight {
             let Some(entry) = self.remove_ticket(ticket) else { continue };
             for raw in entry.batch.requests().iter().filter_map(super::Request::local_raw) {
-                if let Some(region) = self.regions.get(raw.region) {
-                    core::mem::forget(std::sync::Arc::clone(&region.mapping));
+                if let Some(mapping) = self.regions.get(raw.region).and_then(|region| region.place.mapping()) {
+                    core::mem::forget(std::sync::Arc::clone(mapping));
                 }
             }
             core::mem::forget(entry.batch);

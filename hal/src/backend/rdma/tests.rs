@@ -525,7 +525,7 @@ fn gpu_memory_without_dmabuf_is_refused_by_name_and_host_memory_is_not_affected(
     let kind = MemoryKind::Cuda { device: 1 };
     let id = Handle { slot: 1, epoch: 1 };
     let base = core::ptr::NonNull::from(bytes).cast();
-    let memory = RegionMemory { id, base, len: 8192, kind, shared: Some(shared) };
+    let memory = RegionMemory { id, base, len: 8192, kind, shared: Some(shared), file: None };
     // SAFETY: the memory is leaked, so it stays.
     let mut register = |memory: &RegionMemory| unsafe { device.register(memory) };
     assert_eq!(register(&memory), Err(RegisterError::NoDmabuf(kind)));

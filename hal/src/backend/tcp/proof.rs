@@ -47,6 +47,10 @@ unsafe impl Inbound for Guarded<'_> {
         self.inbound.resolve(link, range, access).map_err(|refusal| self.explained(range.region, refusal))
     }
 
+    fn admit(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<RegionId, Refusal> {
+        self.inbound.admit(link, range, access).map_err(|refusal| self.explained(range.region, refusal))
+    }
+
     fn arrive(&mut self, link: LinkId, arrival: PostedArrival) -> Result<(), Refusal> {
         self.inbound.arrive(link, arrival).map_err(|refusal| self.explained(arrival.region, refusal))
     }
