@@ -19,6 +19,9 @@ use crate::sync::full_fence;
 
 /// Length of an ordinary page; lengths of mappings are rounded up to it.
 pub const PAGE_LEN: usize = 4096;
+/// Lengths of huge pages.
+const HUGE_2MIB: u64 = 2 << 20;
+const HUGE_1GIB: u64 = 1 << 30;
 /// The largest region.
 pub const REGION_LEN_MAX: u64 = 1 << 46;
 
@@ -34,8 +37,12 @@ pub enum Backing {
     /// A sealed memfd with ordinary pages: peers on this host can be shown it.
     #[default]
     Memfd,
-    /// A sealed memfd with 2 MiB pages; fails where none are reserved.
+    /// A sealed memfd with 2 MiB pages, or [`MapError::NoHugePages`] where too few are reserved.
     HugePages2MiB,
+    /// The same with 1 GiB pages.
+    HugePages1GiB,
+    /// 2 MiB pages, or ordinary ones where too few are reserved; [`Mapping::downgrade`] then says why.
+    PreferHugePages2MiB,
     /// This process's heap: nobody else can map it. For hosts without memfd and for interpreters.
     Heap,
 }
@@ -55,6 +62,31 @@ pub enum MapError {
         /// What was asked for.
         len: u64,
     },
+    /// Too few huge pages are free.
+    #[error(
+        "{needed} pages of {} MiB are needed and {free} are free; reserve them (`sysctl vm.nr_hugepages`, or \
+         /sys/kernel/mm/hugepages), or do with ordinary pages",
+        .page_len >> 20
+    )]
+    NoHugePages {
+        /// Length of a page, in bytes.
+        page_len: u64,
+        /// Pages that the region takes.
+        needed: u64,
+        /// Pages that nobody has or has claimed, by what the kernel says.
+        free: u64,
+    },
+    /// The memory was to lie on a NUMA node that is not there.
+    #[error("there is no NUMA node {node} with memory here; there are {nodes}")]
+    NoSuchNode {
+        /// What was asked for.
+        node: u16,
+        /// How many there are.
+        nodes: usize,
+    },
+    /// The heap was to lie on a NUMA node.
+    #[error("memory of the heap is not bound to a NUMA node; use a memfd")]
+    NotBindable,
     /// The operating system refused.
     #[error("{action} of {len} bytes failed with system error {code}; free memory, or raise the limit it names")]
     System {
@@ -85,6 +117,10 @@ pub struct Mapping {
     len: usize,
     mapped_len: usize,
     origin: Origin,
+    /// Why it does not have the pages that were preferred.
+    downgrade: Option<MapError>,
+    /// The NUMA node that its pages come from, if it was bound to one.
+    node: Option<u16>,
 }
 
 // SAFETY:
@@ -98,12 +134,73 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Zeroed memory of `len` bytes. Page-aligned. Costs a system call or two; pages are touched at first use.
     pub fn new(len: u64, backing: Backing) -> Result<Self, MapError> {
-        let (len, rounded) = rounded_len(len, backing)?;
+        let (exact, rounded) = rounded_len(len, backing)?;
         match backing {
-            Backing::Heap => Self::heap(len, rounded),
-            Backing::Memfd => Self::memfd(len, rounded, MemfdFlags::empty()),
-            Backing::HugePages2MiB => Self::memfd(len, rounded, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB),
+            Backing::Heap => Self::heap(exact, rounded),
+            Backing::Memfd => Self::memfd(exact, rounded, MemfdFlags::empty()),
+            Backing::HugePages2MiB => Self::huge(exact, rounded, HUGE_2MIB, MemfdFlags::HUGE_2MB),
+            Backing::HugePages1GiB => Self::huge(exact, rounded, HUGE_1GIB, MemfdFlags::HUGE_1GB),
+            Backing::PreferHugePages2MiB => Self::new(len, Backing::HugePages2MiB).or_else(|why| {
+                let mut ordinary = Self::new(len, Backing::Memfd)?;
+                ordinary.downgrade = Some(why);
+                Ok(ordinary)
+            }),
         }
+    }
+
+    /// Memory as by [`Mapping::new`] whose pages come from that NUMA node and no other: what does not fit there fails to be
+    /// had, by a signal at first use, or by an error of [`Mapping::populate`], which is the time to find out.
+    ///
+    /// # Errors
+    /// As for `new`; [`MapError::NoSuchNode`]; [`MapError::NotBindable`] for the heap, whose pages others get afterwards.
+    pub fn on_node(len: u64, backing: Backing, node: u16) -> Result<Self, MapError> {
+        let nodes = memory_nodes();
+        if !nodes.contains(&node) {
+            return Err(MapError::NoSuchNode { node, nodes: nodes.len() });
+        }
+        if backing == Backing::Heap {
+            return Err(MapError::NotBindable);
+        }
+        let mut mapping = Self::new(len, backing)?;
+        mapping.bind(node)?;
+        mapping.node = Some(node);
+        Ok(mapping)
+    }
+
+    /// Lets pages of the whole mapping come from `node` only. No page of it was touched yet.
+    fn bind(&self, node: u16) -> Result<(), MapError> {
+        const BITS: usize = usize::BITS as usize;
+        let mut mask = [0usize; (u16::MAX as usize + 1) / BITS];
+        mask[node as usize / BITS] = 1 << (node as usize % BITS);
+        // SAFETY:
+        // - the range is this mapping's, which starts on a page; a policy changes no byte of it.
+        // - the mask is read for the number of bits named (the kernel takes one off), and is as long.
+        let answer = unsafe {
+            libc::syscall(
+                libc::SYS_mbind,
+                self.base.as_ptr(),
+                self.mapped_len,
+                libc::MPOL_BIND as libc::c_long,
+                mask.as_ptr(),
+                (node as usize / BITS + 1) * BITS + 1,
+                0 as libc::c_long,
+            )
+        };
+        if answer == 0 {
+            return Ok(());
+        }
+        let code = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
+        Err(MapError::System { action: "binding to a NUMA node", len: self.len as u64, code })
+    }
+
+    fn huge(len: usize, rounded: usize, page_len: u64, size: MemfdFlags) -> Result<Self, MapError> {
+        Self::memfd(len, rounded, MemfdFlags::HUGETLB | size).map_err(|error| match error {
+            // ENOMEM: too few are reserved; ENODEV, EINVAL, ENOSYS: this kernel has no pages of that length at all.
+            MapError::System { code: 12 | 19 | 22 | 38, .. } => {
+                MapError::NoHugePages { page_len, needed: rounded as u64 / page_len, free: free_huge_pages(page_len) }
+            }
+            other => other,
+        })
     }
 
     /// Memory that somebody else made; `keeper` is dropped when the last user is gone, and may free it then.
@@ -112,7 +209,14 @@ impl Mapping {
     /// - `base .. base + len` is initialised and valid for reads and writes until `keeper` is dropped.
     /// - Until then nobody touches it except through this mapping.
     pub unsafe fn adopt(base: NonNull<u8>, len: NonZeroUsize, keeper: Box<dyn Send + Sync>) -> Self {
-        Self { base, len: len.get(), mapped_len: len.get(), origin: Origin::Adopted(keeper) }
+        Self {
+            base,
+            len: len.get(),
+            mapped_len: len.get(),
+            origin: Origin::Adopted(keeper),
+            downgrade: None,
+            node: None,
+        }
     }
 
     fn heap(len: usize, rounded: usize) -> Result<Self, MapError> {
@@ -120,7 +224,7 @@ impl Mapping {
         let layout = Layout::from_size_align(rounded, PAGE_LEN).map_err(|_| failed)?;
         // SAFETY: the size is not zero: `rounded_len` refuses zero and rounds up.
         let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or(failed)?;
-        Ok(Self { base, len, mapped_len: rounded, origin: Origin::Heap(layout) })
+        Ok(Self { base, len, mapped_len: rounded, origin: Origin::Heap(layout), downgrade: None, node: None })
     }
 
     fn memfd(len: usize, rounded: usize, flags: MemfdFlags) -> Result<Self, MapError> {
@@ -147,7 +251,8 @@ impl Mapping {
         let Some(base) = NonNull::new(base.cast::<u8>()) else {
             return Err(MapError::System { action: "mmap", len: len as u64, code: 12 });
         };
-        let mapping = Self { base, len, mapped_len: rounded, origin: Origin::Memfd(Arc::new(fd)) };
+        let origin = Origin::Memfd(Arc::new(fd));
+        let mapping = Self { base, len, mapped_len: rounded, origin, downgrade: None, node: None };
         if let Origin::Memfd(fd) = &mapping.origin {
             // After this nobody, peers and ourselves included, maps it writable again or changes its length.
             rustix::fs::fcntl_add_seals(fd, SEALS).map_err(failed("sealing"))?;
@@ -171,6 +276,18 @@ impl Mapping {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Why it does not have the huge pages that were preferred; `None` if it has, or none were.
+    #[must_use]
+    pub fn downgrade(&self) -> Option<MapError> {
+        self.downgrade
+    }
+
+    /// The NUMA node that its pages come from, if it was made by [`Mapping::on_node`].
+    #[must_use]
+    pub fn node(&self) -> Option<u16> {
+        self.node
     }
 
     /// Has the system find pages for these bytes now, as far as they lie in the mapping, so that their first use does not
@@ -233,8 +350,36 @@ impl core::fmt::Debug for Mapping {
     }
 }
 
+/// Huge pages of that length that are free and not promised to anybody; 0 if the kernel does not say.
+fn free_huge_pages(page_len: u64) -> u64 {
+    let folder = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page_len >> 10);
+    let count = |name: &str| std::fs::read_to_string(format!("{folder}/{name}")).ok()?.trim().parse::<u64>().ok();
+    count("free_hugepages").unwrap_or(0).saturating_sub(count("resv_hugepages").unwrap_or(0))
+}
+
+/// NUMA nodes that have memory; node 0 alone where the kernel does not say.
+#[must_use]
+pub fn memory_nodes() -> Vec<u16> {
+    let text = std::fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_default();
+    let nodes = node_list(text.trim());
+    if nodes.is_empty() { vec![0] } else { nodes }
+}
+
+/// A list as sysfs writes it: `0-2,5`. What does not parse is left out.
+fn node_list(text: &str) -> Vec<u16> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.parse::<u16>().ok()?..=last.parse::<u16>().ok()?)
+    };
+    text.split(',').filter_map(range).flatten().collect()
+}
+
 fn rounded_len(len: u64, backing: Backing) -> Result<(usize, usize), MapError> {
-    let page = if backing == Backing::HugePages2MiB { 2 << 20 } else { PAGE_LEN };
+    let page = match backing {
+        Backing::HugePages2MiB => HUGE_2MIB as usize,
+        Backing::HugePages1GiB => HUGE_1GIB as usize,
+        _ => PAGE_LEN,
+    };
     let wrong = MapError::Len { len };
     if len == 0 || len > REGION_LEN_MAX {
         return Err(wrong);
@@ -344,6 +489,59 @@ mod tests {
             // SAFETY: as above.
             unsafe { assert_eq!((*mapping.base().as_ptr(), *mapping.base().as_ptr().add(5000)), (0, 7)) };
         }
+    }
+
+    /// Where huge pages are reserved they are used, sealed; where not, the refusal counts them and the preference tells why.
+    #[test]
+    #[cfg_attr(miri, ignore = "memfd")]
+    fn huge_pages_are_had_or_refused_in_so_many_words() {
+        let preferred = Mapping::new(3 << 20, Backing::PreferHugePages2MiB).unwrap();
+        match Mapping::new(3 << 20, Backing::HugePages2MiB) {
+            Ok(mapping) => {
+                assert_eq!((mapping.len(), mapping.mapped_len), (3 << 20, 4 << 20));
+                assert!(mapping.base().addr().get().is_multiple_of(2 << 20) && mapping.downgrade().is_none());
+                let fd = mapping.shared().unwrap();
+                assert!(rustix::fs::ftruncate(fd, 2 << 20).is_err() && rustix::fs::ftruncate(fd, 8 << 20).is_err());
+                assert_eq!(rustix::fs::fcntl_get_seals(fd).unwrap() & SEALS, SEALS);
+            }
+            Err(error) => {
+                eprintln!("SKIPPED: no huge pages here: {error}");
+                let MapError::NoHugePages { page_len, needed, .. } = error else { panic!("{error}") };
+                assert_eq!((page_len, needed), (2 << 20, 2));
+                assert!(preferred.downgrade().is_some() && preferred.shared().is_some());
+            }
+        }
+        // More than any machine has.
+        let refused = Mapping::new(REGION_LEN_MAX, Backing::HugePages1GiB).unwrap_err();
+        assert!(matches!(refused, MapError::NoHugePages { page_len, .. } if page_len == 1 << 30), "{refused}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "mbind")]
+    fn memory_is_bound_to_the_node_that_was_named() {
+        let node = memory_nodes()[0];
+        for backing in [Backing::Memfd, Backing::PreferHugePages2MiB] {
+            let mapping = match Mapping::on_node(2 << 20, backing, node) {
+                Ok(mapping) => mapping,
+                Err(MapError::System { code: 38, .. }) => return eprintln!("SKIPPED: this kernel has no NUMA"),
+                Err(error) => panic!("{error}"),
+            };
+            assert_eq!(mapping.node(), Some(node));
+            mapping.populate(0, 2 << 20).unwrap();
+            let maps = std::fs::read_to_string("/proc/self/numa_maps").unwrap();
+            let line = format!("{:08x} bind:{node} ", mapping.base().addr());
+            assert!(maps.lines().any(|found| format!("{found} ").starts_with(&line)), "{line} is not in\n{maps}");
+        }
+        let absent = Mapping::on_node(4096, Backing::Memfd, 4000).unwrap_err();
+        assert!(matches!(absent, MapError::NoSuchNode { node: 4000, .. }), "{absent}");
+        assert_eq!(Mapping::on_node(4096, Backing::Heap, node).unwrap_err(), MapError::NotBindable);
+    }
+
+    #[test]
+    fn lists_of_nodes_are_read_as_the_kernel_writes_them() {
+        assert_eq!(node_list("0"), [0]);
+        assert_eq!(node_list("0-2,5,7-8"), [0, 1, 2, 5, 7, 8]);
+        assert!(node_list("").is_empty() && node_list("x-").is_empty());
     }
 
     #[test]

@@ -169,6 +169,20 @@ impl Region {
         }
     }
 
+    /// Why it does not have the huge pages that were preferred ([`Backing::PreferHugePages2MiB`]); `None` if it has.
+    ///
+    /// [`Backing::PreferHugePages2MiB`]: crate::mapping::Backing::PreferHugePages2MiB
+    #[must_use]
+    pub fn downgrade(&self) -> Option<MapError> {
+        self.0.mapping.downgrade()
+    }
+
+    /// The NUMA node that its pages come from, if it was bound to one.
+    #[must_use]
+    pub fn node(&self) -> Option<u16> {
+        self.0.mapping.node()
+    }
+
     /// Live leases; 0 for a raw region.
     #[must_use]
     pub fn lease_count(&self) -> usize {

@@ -31,11 +31,13 @@ pub struct AllocateOptions {
     pub mode: Mode,
     /// What backs it.
     pub backing: Backing,
+    /// The NUMA node that its pages come from; `None`: wherever they are first touched.
+    pub node: Option<u16>,
 }
 
 impl Default for AllocateOptions {
     fn default() -> Self {
-        Self { mode: Mode::Leased, backing: Backing::Memfd }
+        Self { mode: Mode::Leased, backing: Backing::Memfd, node: None }
     }
 }
 
@@ -44,6 +46,12 @@ impl AllocateOptions {
     #[must_use]
     pub fn raw(rights: Rights) -> Self {
         Self { mode: Mode::Raw(rights), ..Self::default() }
+    }
+
+    /// With pages of that NUMA node only.
+    #[must_use]
+    pub fn on_node(self, node: u16) -> Self {
+        Self { node: Some(node), ..self }
     }
 
     /// With another backing.
@@ -157,7 +165,10 @@ pub enum AttachError {
 impl Fabric {
     /// Allocates memory, and registers it with every device that takes it. Page-aligned, zeroed.
     pub fn allocate(&mut self, len: u64, options: AllocateOptions) -> Result<Region, AllocateError> {
-        let mapping = Mapping::new(len, options.backing)?;
+        let mapping = match options.node {
+            Some(node) => Mapping::on_node(len, options.backing, node)?,
+            None => Mapping::new(len, options.backing)?,
+        };
         self.insert_region(mapping, options.mode)
     }
 
