@@ -37,5 +37,7 @@ pub mod wire;
 
 pub mod quiet;
 
+pub mod transfer;
+
 #[cfg(feature = "alloc")]
 pub mod directory;

@@ -31,6 +31,22 @@ pub enum Bug {
     QuietSkipsFenceCheck,
     /// `quiet`: memory that a direct lane still reaches is freed.
     QuietFreesExposed,
+    /// `transfer`: a piece that was cut off a larger request counts twice.
+    TransferCountsBytesTwice,
+    /// `transfer`: a completion of an earlier attempt ends the present one.
+    TransferTakesStaleCompletions,
+    /// `transfer`: a job that is ended is over while slices of it are posted.
+    TransferEndsBeforeQuiet,
+    /// `transfer`: writes do not wait until a lost path is fenced, and what arrived does not either.
+    TransferSkipsFence,
+    /// `transfer`: what failed is still counted as under way.
+    TransferLeaksWindow,
+    /// `transfer`: slices are posted without the receiver's credit.
+    TransferIgnoresCredit,
+    /// `transfer`: a slice to be tried again is forgotten.
+    TransferForgetsRetry,
+    /// `transfer`: a slice that may not be repeated is.
+    TransferRepeatsOnce,
 }
 
 /// Whether `bug` is switched on for this thread.

@@ -200,6 +200,19 @@ impl<T, S: AsRef<[Slot<T>]> + AsMut<[Slot<T>]>> Slab<T, S> {
         self.slots.as_ref().len()
     }
 
+    /// The entry that is in `slot` now; for walks that change the table while they go. Slots from [`Slab::slots_used`] on
+    /// are empty.
+    pub fn handle_at(&self, slot: u32) -> Option<Handle> {
+        let entry = self.slots.as_ref().get(slot as usize)?;
+        entry.value.as_ref().map(|_| Handle { slot, epoch: entry.epoch })
+    }
+
+    /// Slots that were ever in use: those before it.
+    #[must_use]
+    pub const fn slots_used(&self) -> u32 {
+        self.used_count
+    }
+
     /// All entries in slot order. O(capacity).
     pub fn iter(&self) -> impl Iterator<Item = (Handle, &T)> {
         let used = self.used_count as usize;

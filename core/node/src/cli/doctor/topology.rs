@@ -169,14 +169,13 @@ mod tests {
         let at = |path: &str, node| At { pci: PciPath::of_sysfs(path), node: Some(node) };
         let mut lo = Nic::new("lo".parse().unwrap(), Medium::Net, At::default());
         lo.unfit = Some(Unfit::Loopback);
-        let mut machine = Machine::default();
-        machine.nics = vec![
+        let nics = vec![
             Nic::new("mlx5_0".parse().unwrap(), Medium::Roce, at("pci0000:00/0000:00:03.0", 0)).with_mbps(100_000),
             Nic::new("mlx5_1".parse().unwrap(), Medium::Roce, at("pci0000:80/0000:80:03.0", 1)),
             lo,
         ];
-        machine.spots = vec![Spot { place: Place::cpu(0), at: At { pci: None, node: Some(0) } }];
-        machine
+        let spots = vec![Spot { place: Place::cpu(0), at: At { pci: None, node: Some(0) } }];
+        Machine { nics, spots, ..Machine::default() }
     }
 
     fn shown(choice: &Choice, form: Form) -> String {
