@@ -3,6 +3,8 @@
 
 pub mod session;
 
+pub mod transfer;
+
 pub mod wire;
 
 pub mod directory;

@@ -46,6 +46,11 @@ fn batch_lists_of_the_corpus_hold() {
 }
 
 #[test]
+fn transfer_histories_of_the_corpus_hold() {
+    replay("transfer", |data| millpond_fuzz::panic_on(millpond_fuzz::transfer::run(&millpond_fuzz::ops(data))));
+}
+
+#[test]
 fn directory_lists_of_the_corpus_hold() {
     replay("directory", |data| millpond_fuzz::panic_on(millpond_fuzz::directory::run(data)));
 }

@@ -99,3 +99,48 @@ fn moves_joined_on_one_side_only_are_found() {
 fn a_last_piece_that_is_too_long_is_found() {
     assert_found(millpond_fuzz::batch::run, Bug::BatchSplitOverlaps);
 }
+
+#[test]
+fn transfer_histories_hold() {
+    assert_agree(millpond_fuzz::transfer::run);
+}
+
+#[test]
+fn a_piece_that_counts_twice_is_found() {
+    assert_found(millpond_fuzz::transfer::run, Bug::TransferCountsBytesTwice);
+}
+
+#[test]
+fn a_completion_of_an_earlier_attempt_that_is_believed_is_found() {
+    assert_found(millpond_fuzz::transfer::run, Bug::TransferTakesStaleCompletions);
+}
+
+#[test]
+fn a_job_that_is_over_before_it_is_quiet_is_found() {
+    assert_found(millpond_fuzz::transfer::run, Bug::TransferEndsBeforeQuiet);
+}
+
+#[test]
+fn a_write_that_does_not_wait_for_the_fence_is_found() {
+    assert_found(millpond_fuzz::transfer::run, Bug::TransferSkipsFence);
+}
+
+#[test]
+fn a_window_that_leaks_is_found() {
+    assert_found(millpond_fuzz::transfer::run, Bug::TransferLeaksWindow);
+}
+
+#[test]
+fn a_slice_sent_without_credit_is_found() {
+    assert_found(millpond_fuzz::transfer::run, Bug::TransferIgnoresCredit);
+}
+
+#[test]
+fn a_forgotten_retry_is_found() {
+    assert_found(millpond_fuzz::transfer::run, Bug::TransferForgetsRetry);
+}
+
+#[test]
+fn a_repetition_of_what_may_not_be_is_found() {
+    assert_found(millpond_fuzz::transfer::run, Bug::TransferRepeatsOnce);
+}

@@ -1,0 +1,6 @@
+//! Histories of the transfer scheduler, under any bytes.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    millpond_fuzz::panic_on(millpond_fuzz::transfer::run(&millpond_fuzz::ops(data)));
+});
