@@ -24,8 +24,11 @@ const RATE_ASSUMED: u64 = 1 << 30;
 #[derive(Clone, Debug)]
 pub struct Peer {
     pub(super) paths: [Option<Path>; PATHS_PER_PEER_MAX],
-    /// Paths of each transport.
+    /// Paths of each transport, and all of them.
     transports: [u16; TRANSPORTS_MAX],
+    all: u16,
+    /// Paths of each rank, the best first.
+    ranks: [u16; PATHS_PER_PEER_MAX],
     queues: [[Queue; TRANSPORTS_MAX + 1]; CLASSES],
     /// Which of them hold jobs, a bit each.
     filled: [u8; CLASSES],
@@ -99,6 +102,8 @@ impl Peer {
         Self {
             paths: [None; PATHS_PER_PEER_MAX],
             transports: [0; TRANSPORTS_MAX],
+            all: 0,
+            ranks: [0; PATHS_PER_PEER_MAX],
             queues: [[Queue::default(); TRANSPORTS_MAX + 1]; CLASSES],
             filled: [0; CLASSES],
             shares: Shares::default(),
@@ -124,6 +129,15 @@ impl Peer {
         }
         self.transports.iter_mut().for_each(|mask| *mask &= !path.bit());
         self.transports[spec.transport.index()] |= path.bit();
+        self.all |= path.bit();
+        let rank = |path: PathId| self.paths[path.index()].as_ref().map(|path| path.spec.rank);
+        let (mut rest, mut ranks) = (self.all, [0; PATHS_PER_PEER_MAX]);
+        for of_rank in &mut ranks {
+            let best = bits(rest).filter_map(rank).min();
+            *of_rank = bits(rest).filter(|path| rank(*path) == best).fold(0, |all, path| all | path.bit());
+            rest &= !*of_rank;
+        }
+        self.ranks = ranks;
     }
 
     pub(super) fn path_mut(&mut self, path: PathId) -> Option<&mut Path> {
@@ -142,7 +156,7 @@ impl Peer {
 
     fn candidates(&self, asked: Asked) -> u16 {
         match asked {
-            Asked::Any => self.transports.iter().fold(0, |all, of| all | of),
+            Asked::Any => self.all,
             Asked::Only(transport) => self.transports[transport.index()],
         }
     }
@@ -218,18 +232,22 @@ impl Peer {
 
     /// The best of the paths in `mask`: the best rank of which one works, and of those the one that is done soonest.
     fn best(&mut self, now: Instant, mask: u16, wanted: Wanted, config: &Config, seen: &mut Explanation) -> Found {
-        let mut rest = mask;
-        // Bounded: each round takes at least one path out.
-        while let Some(rank) = bits(rest).filter_map(|path| self.rank(path)).min() {
-            let of_rank =
-                bits(rest).filter(|path| self.rank(*path) == Some(rank)).fold(0, |all, path| all | path.bit());
-            rest &= !of_rank;
+        for at in 0..PATHS_PER_PEER_MAX {
+            if self.ranks[at] == 0 {
+                break;
+            }
+            let of_rank = self.ranks[at] & mask;
+            if of_rank == 0 {
+                continue;
+            }
             let found = self.best_of_rank(now, of_rank, wanted, seen);
             if let Found::None = found {
                 self.want_first(now, of_rank);
                 continue;
             }
-            bits(rest).for_each(|path| seen.verdicts[path.index()] = Verdict::WorseRank);
+            for worse in self.ranks[at + 1..].iter().take_while(|worse| **worse != 0) {
+                bits(worse & mask).for_each(|path| seen.verdicts[path.index()] = Verdict::WorseRank);
+            }
             if let Found::Path(path, ..) = found {
                 self.want_another(now, path, of_rank, config);
             }
@@ -240,52 +258,60 @@ impl Peer {
 
     /// Whether a path is not of the best transport that the job may take.
     pub(super) fn is_detour(&self, path: PathId, asked: Asked) -> bool {
-        let best = bits(self.candidates(asked)).filter_map(|path| self.rank(path)).min();
-        self.rank(path) > best
-    }
-
-    fn rank(&self, path: PathId) -> Option<u8> {
-        self.paths[path.index()].as_ref().map(|path| path.spec.rank)
+        let all = self.candidates(asked);
+        self.ranks.iter().find(|of_rank| **of_rank & all != 0).is_none_or(|best| best & path.bit() == 0)
     }
 
     fn best_of_rank(&mut self, now: Instant, mask: u16, wanted: Wanted, seen: &mut Explanation) -> Found {
-        let known = bits(mask).filter_map(|path| self.paths[path.index()].as_ref()?.rate.per_second());
-        let rate = if mask.count_ones() > 1 { known.max().unwrap_or(RATE_ASSUMED) } else { RATE_ASSUMED };
-        let (mut best, mut is_full, mut others) = (None, false, false);
+        let (mut usable, mut is_full, mut first) = (0, false, None);
         for id in bits(mask) {
             let Some(path) = &self.paths[id.index()] else { continue };
-            let limits = match path.room(now, wanted) {
-                Ok(limits) => limits,
+            match path.room(now, wanted) {
+                Ok(limits) if !path.breaker.is_closed() => {
+                    seen.verdicts[id.index()] = Verdict::Chosen;
+                    return Found::Path(id, limits, Why::Probe);
+                }
+                Ok(limits) => {
+                    usable |= id.bit();
+                    first.get_or_insert((id, limits));
+                }
                 Err(verdict) => {
                     seen.verdicts[id.index()] = verdict;
                     is_full |= verdict == Verdict::Full;
-                    continue;
                 }
-            };
-            if !path.breaker.is_closed() {
-                seen.verdicts[id.index()] = Verdict::Chosen;
-                return Found::Path(id, limits, Why::Probe);
             }
+        }
+        let Some((id, limits)) = first else { return if is_full { Found::Full } else { Found::None } };
+        let (id, limits, why) = if usable == id.bit() {
+            (id, limits, Why::Best)
+        } else {
+            let (id, limits) = self.soonest(now, usable, wanted, seen).unwrap_or((id, limits));
+            (id, limits, Why::Soonest)
+        };
+        seen.verdicts[id.index()] = Verdict::Chosen;
+        Found::Path(id, limits, why)
+    }
+
+    /// The path among `usable` ones that would be done first.
+    fn soonest(&self, now: Instant, usable: u16, wanted: Wanted, seen: &mut Explanation) -> Option<(PathId, Limits)> {
+        let known = bits(usable).filter_map(|path| self.paths[path.index()].as_ref()?.rate.per_second());
+        let rate = known.max().unwrap_or(RATE_ASSUMED);
+        let mut best: Option<(PathId, Limits, u64)> = None;
+        for id in bits(usable) {
+            let path = self.paths[id.index()].as_ref()?;
+            let limits = path.room(now, wanted).ok()?;
             let bytes = match wanted {
                 Wanted::Cut { bytes } => bytes.min(limits.bytes),
                 Wanted::Whole(load) => load.bytes,
             };
             let done_in = path.done_in(bytes, rate);
             seen.verdicts[id.index()] = Verdict::Slower;
-            others |= best.is_some();
             // Not for a little: a path that is warm stays in use.
             if best.is_none_or(|(_, _, soonest)| done_in < soonest - soonest / 8) {
                 best = Some((id, limits, done_in));
             }
         }
-        match best {
-            Some((path, limits, _)) => {
-                seen.verdicts[path.index()] = Verdict::Chosen;
-                Found::Path(path, limits, if others { Why::Soonest } else { Why::Best })
-            }
-            None if is_full => Found::Full,
-            None => Found::None,
-        }
+        best.map(|(id, limits, _)| (id, limits))
     }
 
     pub(super) fn want(&mut self, now: Instant, path: PathId) {

@@ -45,7 +45,10 @@ impl Rate {
 
     /// Bytes that go through in `span`.
     pub(super) fn bytes_in(&self, span: Duration) -> Option<u64> {
-        (self.bytes >= BYTES_MIN && self.nanos > 0).then(|| scaled(self.bytes, span.as_nanos(), self.nanos))
+        (self.bytes >= BYTES_MIN && self.nanos > 0).then(|| match self.bytes.checked_mul(span.as_nanos()) {
+            Some(product) => product / self.nanos,
+            None => scaled(self.bytes, span.as_nanos(), self.nanos),
+        })
     }
 }
 

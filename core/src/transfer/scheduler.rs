@@ -146,7 +146,10 @@ where
             enforced: Enforced::No,
             explanation: Explanation::default(),
         };
-        let busy = SubmitError::Busy { retry_after: self.retry_after(peer) };
+        if self.work.jobs.len() == self.work.jobs.capacity() {
+            return Err(SubmitError::Busy { retry_after: self.retry_after(peer) });
+        }
+        let busy = SubmitError::Busy { retry_after: RETRY_AFTER_MIN };
         let key = self.work.jobs.insert(job).map_err(|_| busy)?;
         self.next_number += 1;
         self.wake = self.wake.min(spec.deadline).min(now + look_again(progress_deadline));
@@ -558,6 +561,16 @@ where
     /// Jobs that have not ended.
     pub fn jobs(&self) -> usize {
         self.work.jobs.len()
+    }
+
+    /// Jobs that there is room for.
+    pub fn jobs_max(&self) -> usize {
+        self.work.jobs.capacity()
+    }
+
+    /// Whether a peer's path was declared.
+    pub fn has_path(&self, peer: Handle, path: PathId) -> bool {
+        self.peers.get(peer).is_some_and(|peer| peer.paths[path.index()].is_some())
     }
 
     /// Slices that are under way or wait.

@@ -149,7 +149,7 @@ impl<C: Clone> Tally<C> {
 
 /// One piece that was carved: which request, from where in it, how long.
 ///
-/// Example: [`carve`].
+/// Example: `core/src/transfer/tally.rs` (`carve`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Carved {
     /// Index of the request.

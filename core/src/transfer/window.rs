@@ -78,7 +78,7 @@ impl Window {
 
 /// What a slice may be at most.
 ///
-/// Example: [`carve`](super::carve).
+/// Example: `core/src/transfer/tally.rs` (`carve`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limits {
     /// Bytes.
