@@ -130,6 +130,8 @@ impl core::error::Error for MatrixError {}
 pub enum Why {
     /// Preferred: nothing is nearer.
     Nearest(Distance),
+    /// Preferred: memory that may lie anywhere is near to none, and this NIC is fast enough.
+    Anywhere,
     /// A fallback: others are nearer.
     Farther {
         /// How near it is.
@@ -163,7 +165,7 @@ impl Why {
     #[must_use]
     pub const fn verdict(&self) -> &'static str {
         match self {
-            Self::Nearest(_) | Self::ConfiguredPreferred => "preferred",
+            Self::Nearest(_) | Self::Anywhere | Self::ConfiguredPreferred => "preferred",
             Self::Farther { .. } | Self::Slower { .. } | Self::ConfiguredAvailable => "fallback",
             Self::NotConfigured | Self::Unfit(_) | Self::OtherScope | Self::TooMany => "unused",
         }
@@ -174,6 +176,7 @@ impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Nearest(distance) => write!(f, "{distance}; none is nearer"),
+            Self::Anywhere => f.write_str("for memory that has no line of its own"),
             Self::Farther { distance, best } => write!(f, "{distance}; others are {best}"),
             Self::Slower { mbps, fastest } => {
                 write!(f, "as near, but {mbps} Mb/s where another has {fastest}")
@@ -372,10 +375,11 @@ impl<S: AsRef<[Row]> + AsMut<[Row]>> Matrix<S> {
         if !scope.takes(found) {
             return Why::OtherScope;
         }
-        let spot = inventory.spots.iter().find(|spot| spot.place == row.place);
-        let from = |nic: &Nic| {
-            spot.map_or(Distance { nearness: Nearness::Unknown, hops: 0 }, |spot| Distance::between(&spot.at, &nic.at))
+        let slower = Why::Slower { mbps: found.mbps, fastest: fastest(inventory, scope) };
+        let Some(spot) = inventory.spots.iter().find(|spot| spot.place == row.place) else {
+            return if is_preferred { Why::Anywhere } else { slower };
         };
+        let from = |nic: &Nic| Distance::between(&spot.at, &nic.at);
         let distance = from(found);
         if is_preferred {
             return Why::Nearest(distance);
@@ -383,7 +387,7 @@ impl<S: AsRef<[Row]> + AsMut<[Row]>> Matrix<S> {
         let best = row.preferred().first().and_then(|best| inventory.nics.get(usize::from(*best)));
         let best = best.map_or(distance.nearness, |best| from(best).nearness);
         if distance.nearness == best {
-            return Why::Slower { mbps: found.mbps, fastest: fastest(inventory, scope) };
+            return slower;
         }
         Why::Farther { distance, best }
     }
@@ -485,6 +489,9 @@ mod tests {
         let matrix = Matrix::discover(&inventory, Scope::Rdma, [Row::EMPTY; 2]).expect("room");
         let why = matrix.why(&inventory, &matrix.rows()[0], 0);
         assert_eq!(why, Why::Slower { mbps: 1_000, fastest: 100_000 });
+        let any = matrix.row(&Place::ANY).expect("made by itself");
+        assert_eq!(matrix.why(&inventory, any, 0), why);
+        assert_eq!(matrix.why(&inventory, any, 1), Why::Anywhere);
     }
 
     #[test]
