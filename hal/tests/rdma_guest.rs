@@ -33,7 +33,9 @@ fn now() -> Instant {
 }
 
 fn options() -> RdmaOptions {
-    RdmaOptions { piece_len_max: 128 << 10, ..RdmaOptions::default() }
+    // Between guests: an emulated CPU may be away for longer than the 67 ms that a NIC waits by default.
+    let ack_timeout_exponent = if std::env::var_os("MILLPOND_RDMA_PEER").is_some() { 17 } else { 14 };
+    RdmaOptions { piece_len_max: 128 << 10, ack_timeout_exponent, ..RdmaOptions::default() }
 }
 
 fn verbs() -> Ibverbs {
@@ -459,12 +461,12 @@ fn poll(node: &mut Node) {
     }
 }
 
-/// The guest that asks, and does the harm: loss and delay, a port down and up, and at the end the other guest's reset.
+/// The guest that asks: random batches, as they are and with loss and delay.
 #[test]
 #[ignore = "one of two guests: verify/rxe/run"]
 fn two_guests_the_one_that_asks() {
     let name = interface();
-    let Session { mut node, link, there, .. } = session(nic());
+    let Session { mut node, link, there, stream: _session } = session(nic());
     let moved = churn(&mut node, link, there, churn_len() / 4, poll).unwrap();
     println!("between guests: {} MiB verified", moved >> 20);
 
@@ -473,9 +475,14 @@ fn two_guests_the_one_that_asks() {
     println!("1 % loss, 10 ms delay: {lossy:?}");
     assert!(matches!(lossy, Ok(_) | Err(End::LinkDown(_))), "{lossy:?}");
     run("tc", &["qdisc", "del", "dev", &name, "root"]);
-    drop(node);
+}
 
-    let Session { mut node, link, there, .. } = session(nic());
+/// Not part of `verify/rxe/run` by default: two emulated guests take minutes for it. `ONLY=two_guests_a_port_and_a_reset`.
+#[test]
+#[ignore = "one of two guests: ONLY=two_guests_a_port_and_a_reset verify/rxe/run two"]
+fn two_guests_a_port_and_a_reset() {
+    let name = interface();
+    let Session { mut node, link, there, stream: _session } = session(nic());
     let mut steps = 0;
     let flapped = churn(&mut node, link, there, 16 << 20, |node| {
         steps += 1;

@@ -24,9 +24,7 @@ use super::rdma::verbs::{
 
 /// Completions taken by one poll.
 const POLL_MAX: usize = 32;
-/// 4.096 us times 2 to this: how long an acknowledgement may take before the NIC sends again. About 67 ms.
-const TIMEOUT: u8 = 14;
-/// How often the NIC sends again: a peer that is gone is found after half a second or so. One less than can be asked for, since
+/// How often the NIC sends again: a peer that is gone is found after seven timeouts. One less than can be asked for, since
 /// Soft-RoCE takes 7 for "for ever" (seen: a dead peer was not found in 30 s).
 const RETRIES: u8 = 6;
 /// How often it tries a peer without a receive request: for ever; there always is one, and the link has a deadline of its own.
@@ -504,7 +502,8 @@ unsafe impl Verbs for Ibverbs {
         // SAFETY: all zeros is a valid value.
         let mut send: sys::ibv_qp_attr = unsafe { zeroed() };
         send.qp_state = sys::ibv_qp_state::IBV_QPS_RTS;
-        (send.timeout, send.retry_cnt, send.rnr_retry) = (TIMEOUT, RETRIES, NOT_READY_RETRIES);
+        (send.timeout, send.retry_cnt) = (path.ack_timeout_exponent.min(31), RETRIES);
+        send.rnr_retry = NOT_READY_RETRIES;
         (send.sq_psn, send.max_rd_atomic) = (path.own_sequence, path.reads_max);
         let fields = [
             field::IBV_QP_STATE,

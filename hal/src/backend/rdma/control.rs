@@ -53,6 +53,11 @@ impl Control {
         self.sent.wrapping_sub(1)
     }
 
+    /// Whether another ping would say anything: none is needed while messages that the peer did not take are on their way.
+    pub(crate) fn may_ping(&self) -> bool {
+        self.queue.is_empty() && self.sent.wrapping_sub(self.taken_there) < WINDOW / 2
+    }
+
     /// Whether a message waits and the window admits it.
     pub(crate) fn can_send(&self) -> bool {
         !self.queue.is_empty() && self.sent.wrapping_sub(self.taken_there) < WINDOW - 1

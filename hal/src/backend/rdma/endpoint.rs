@@ -234,7 +234,9 @@ impl Endpoint {
         let peer = Record::parse(record)?;
         self.record.check(&peer)?;
         let verbs = self.nic.verbs();
-        let path = |own: Number, to| self.record.path(&peer, own.sequence, to, self.gid_index);
+        let path = |own: Number, to| {
+            self.record.path(&peer, own.sequence, to, (self.gid_index, self.nic.options().ack_timeout_exponent))
+        };
         verbs.connect(self.control.handle, &path(self.record.control, peer.control))?;
         let ends = self.record.queues.iter().zip(&peer.queues).zip(self.out.iter().zip(&self.back));
         for (((own_out, own_back), (peer_out, peer_back)), (out, back)) in ends {
@@ -259,7 +261,8 @@ impl Endpoint {
     }
 
     fn path_to(&self, peer: &Record, own: &Made, own_sequence: u32, to: Number) -> Result<(), VerbsError> {
-        let path: Path = self.record.path(peer, own_sequence, to, self.gid_index);
+        let path: Path =
+            self.record.path(peer, own_sequence, to, (self.gid_index, self.nic.options().ack_timeout_exponent));
         self.nic.verbs().connect(own.handle, &path)
     }
 

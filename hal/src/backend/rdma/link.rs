@@ -331,8 +331,10 @@ impl Link {
                 worked = true;
             }
             if now >= self.ping_at {
-                self.control.say(Message::Ping);
-                self.flush();
+                if self.control.may_ping() {
+                    self.control.say(Message::Ping);
+                    self.flush();
+                }
                 worked = true;
             }
             if worked {

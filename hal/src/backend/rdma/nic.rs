@@ -28,11 +28,14 @@ pub struct RdmaOptions {
     pub links_max: u32,
     /// The longest piece of a move that is one request, in bytes. Shorter ones show progress sooner on slow links.
     pub piece_len_max: u32,
+    /// How long an acknowledgement may take before the NIC sends again: 4.096 us times 2 to this, 0 to 31. The default is
+    /// about 67 ms; a peer that is gone is found after seven times that.
+    pub ack_timeout_exponent: u8,
 }
 
 impl Default for RdmaOptions {
     fn default() -> Self {
-        Self { queues: 2, gid_index: None, links_max: 256, piece_len_max: 1 << 20 }
+        Self { queues: 2, gid_index: None, links_max: 256, piece_len_max: 1 << 20, ack_timeout_exponent: 14 }
     }
 }
 

@@ -119,7 +119,13 @@ impl Record {
     }
 
     /// How to connect a queue pair of ours, which starts with `own_sequence`, to one of the peer's.
-    pub(crate) fn path(&self, peer: &Self, own_sequence: u32, to: Number, gid_index: u8) -> Path {
+    pub(crate) fn path(
+        &self,
+        peer: &Self,
+        own_sequence: u32,
+        to: Number,
+        (gid_index, ack_timeout_exponent): (u8, u8),
+    ) -> Path {
         Path {
             number: to.number,
             peer_sequence: to.sequence,
@@ -129,6 +135,7 @@ impl Record {
             gid_index,
             mtu_len: self.mtu_len.min(peer.mtu_len),
             reads_max: self.reads_max.min(peer.reads_max).max(1),
+            ack_timeout_exponent,
         }
     }
 }

@@ -158,6 +158,8 @@ pub struct Path {
     pub mtu_len: u32,
     /// Reads in flight.
     pub reads_max: u8,
+    /// `RdmaOptions::ack_timeout_exponent`.
+    pub ack_timeout_exponent: u8,
 }
 
 /// What a send request does.
