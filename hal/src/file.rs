@@ -176,6 +176,8 @@ pub(crate) struct Shape {
 /// Example: [`FileOptions`].
 #[derive(Debug)]
 pub struct OpenFile {
+    /// As it was opened; what lies there now may be another file.
+    path: PathBuf,
     cached: OwnedFd,
     direct: Option<OwnedFd>,
     len: u64,
@@ -212,7 +214,8 @@ impl OpenFile {
             Err(why) => (Shape { block: 1, memory_align: 1, cached_from: 0 }, None, why),
         };
         let (truncated, last_error) = (AtomicBool::new(false), AtomicI32::new(0));
-        Ok(Self { cached, direct, len, access: options.access, shape, why_cached, truncated, last_error })
+        let (path, access) = (path.to_owned(), options.access);
+        Ok(Self { path, cached, direct, len, access, shape, why_cached, truncated, last_error })
     }
 
     /// Locks, sizes and reopens what was opened.
@@ -284,6 +287,14 @@ impl OpenFile {
     #[must_use]
     pub fn last_error(&self) -> i32 {
         self.last_error.load(Ordering::Relaxed)
+    }
+
+    /// Brings what was written to it, by moves that are done, to stable storage. Blocks until the device says so; inside a
+    /// batch `Batch::sync` does the same without.
+    pub fn sync(&self) -> Result<(), FileError> {
+        let failed =
+            |error: Errno| FileError::System { action: "syncing", path: self.path.clone(), code: error.raw_os_error() };
+        rustix::fs::fdatasync(&self.cached).map_err(failed)
     }
 
     pub(crate) fn shape(&self) -> &Shape {

@@ -313,7 +313,8 @@ fn after(op: &mut Op, result: Result<u32, Errno>) -> Next {
     let moved = match result {
         Ok(_) if op.step == Step::Sync => return Next::Complete,
         Ok(moved) => u64::from(moved),
-        Err(Errno::INTR | Errno::AGAIN) if op.retries < RETRIES_MAX => {
+        // A thread that ended takes with it what the kernel did on its behalf.
+        Err(Errno::INTR | Errno::AGAIN | Errno::CANCELED) if op.retries < RETRIES_MAX => {
             op.retries += 1;
             return Next::Again;
         }
@@ -352,7 +353,7 @@ fn refusal_of(error: Errno) -> Refusal {
     match error {
         Errno::NOSPC | Errno::DQUOT => Refusal::NoSpace,
         Errno::IO | Errno::NODEV | Errno::NXIO | Errno::REMOTEIO => Refusal::Medium,
-        Errno::AGAIN | Errno::INTR | Errno::NOMEM | Errno::BUSY => Refusal::Busy,
+        Errno::AGAIN | Errno::INTR | Errno::CANCELED | Errno::NOMEM | Errno::BUSY => Refusal::Busy,
         _ => Refusal::Failed,
     }
 }

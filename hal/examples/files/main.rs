@@ -6,7 +6,6 @@
 //! at a time, by io_uring and past the page cache; without it the comparison is left out, and said so.
 
 use std::path::PathBuf;
-use std::process::Command;
 use std::time::Instant as Clock;
 
 use crc_fast::{CrcAlgorithm, checksum};
@@ -17,6 +16,8 @@ use millpond_hal::contract::{Connection, LinkId, Turn};
 use millpond_hal::fabric::{Batch, Completion, Fabric, FabricOptions, FabricWake, LinkOptions, PostOptions, Request};
 use millpond_hal::file::{FileOptions, OpenFile};
 use millpond_hal::region::Region;
+
+mod fio;
 
 const MOVES: u64 = 1000;
 
@@ -35,51 +36,19 @@ fn main() -> Result<(), Failure> {
         bench.fill(round as u64)?;
         ours.push(bench.round(round as u64)?);
         drop(bench);
-        theirs.extend(fio(&path, block));
+        theirs.extend(fio::bytes_per_second(&path, block, MOVES, 50));
     }
     std::fs::remove_file(&path)?;
-    let ours = median(&mut ours);
+    let ours = fio::median(&mut ours);
     println!("{MOVES} moves of {} KiB, half writes, {DEPTH} at a time, medians of {rounds}:", block >> 10);
     println!("millpond {:.0} MB/s", ours / 1e6);
     if theirs.is_empty() {
         println!("SKIPPED: no comparison, `fio` is not installed or failed");
     } else {
-        let theirs = median(&mut theirs);
+        let theirs = fio::median(&mut theirs);
         println!("fio      {:.0} MB/s\nratio    {:.2}", theirs / 1e6, ours / theirs);
     }
     Ok(())
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
-/// Bytes per second of the same work by `fio`; `None` if it cannot be run.
-fn fio(path: &std::path::Path, block: u64) -> Option<f64> {
-    let output = Command::new("fio")
-        .args([
-            "--name=files",
-            "--rw=randrw",
-            "--direct=1",
-            "--ioengine=io_uring",
-            "--norandommap",
-            "--output-format=json",
-        ])
-        .arg(format!("--filename={}", path.display()))
-        .arg(format!("--size={}", 2 * MOVES * block))
-        .args([format!("--bs={block}"), format!("--iodepth={DEPTH}"), format!("--number_ios={MOVES}")])
-        .output()
-        .ok()?;
-    let text = String::from_utf8(output.stdout).ok()?;
-    // Bytes and milliseconds of the whole job, which last as long as its slower half.
-    let number = |from: &str, name: &str| -> Option<f64> {
-        let value = text[text.find(from)?..].split_once(&format!("\"{name}\" : "))?.1;
-        value.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
-    };
-    let bytes = number("\"read\"", "io_bytes")? + number("\"write\"", "io_bytes")?;
-    let millis = number("\"read\"", "runtime")?.max(number("\"write\"", "runtime")?);
-    (millis > 0.0).then(|| bytes * 1e3 / millis)
 }
 
 struct Bench {
