@@ -80,7 +80,7 @@ impl Bench {
     }
 
     fn run(&mut self, batch: Batch) -> Result<Completion, Failure> {
-        let now = |clock: &Clock| Instant::from_nanos(clock.elapsed().as_nanos() as u64);
+        let now = |clock: &Clock| Instant::from_nanos(u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX));
         let ticket = self.fabric.post(now(&self.clock), self.link, batch, PostOptions::default())?;
         while !self.fabric.is_finished(&ticket) {
             if self.fabric.poll(now(&self.clock)) == Turn::Idle
@@ -116,7 +116,7 @@ impl Bench {
     /// Half writes, half reads at places in no order; bytes per second.
     fn round(&mut self, seed: u64) -> Result<f64, Failure> {
         let scattered = |n: u64| (n * 769 + seed * 131) % (2 * MOVES);
-        let (mut batch, mut expected) = (Batch::new(), vec![0; self.block as usize]);
+        let (mut batch, mut expected) = (Batch::new(), vec![0; usize::try_from(self.block)?]);
         for n in 0..MOVES {
             let mut buffer = self.region.carve(n * self.block, self.block)?;
             if n % 2 == 0 {
