@@ -31,8 +31,8 @@ struct Strings {
 
 // SAFETY: it touches no memory at all.
 unsafe impl Memory for Puppet {
-    fn moves(&self, _: MemoryKind, _: MemoryKind) -> bool {
-        true
+    fn moves(&self, local: MemoryKind, remote: MemoryKind) -> bool {
+        (local, remote) == (MemoryKind::Host, MemoryKind::Host)
     }
     fn share_header(&mut self, _: &Arc<HeaderPage>) {}
     unsafe fn register(&mut self, _: &RegionMemory) -> Result<(), RegisterError> {
@@ -280,6 +280,21 @@ fn too_large_a_batch_is_refused_with_the_bounds() {
     let batch = stage.batch(5);
     let refused = stage.fabric.post(Instant::ZERO, stage.link, batch, PostOptions::default()).unwrap_err();
     assert_eq!(refused.reason, PostError::TooLarge { moves_max: 4, bytes_max: 1 << 20 });
+}
+
+#[test]
+fn memory_of_a_kind_that_the_transport_does_not_move_never_reaches_it() {
+    let mut stage = stage(Limits::default());
+    let host = stage.fabric.attached(stage.remote).unwrap();
+    for kind in [MemoryKind::Cuda { device: 0 }, MemoryKind::Hip { device: 7 }, MemoryKind::Pinned, MemoryKind::File] {
+        let RegionToken { region, memory, offset, len, rights, capability, incarnation, epoch_word, .. } = host;
+        let token = RegionToken::new(region, memory, offset, len, kind, rights, capability, incarnation, epoch_word);
+        stage.remote = stage.fabric.attach(token).unwrap();
+        let batch = stage.batch(1);
+        let refused = stage.fabric.post(Instant::ZERO, stage.link, batch, PostOptions::default()).unwrap_err();
+        assert_eq!(refused.reason, PostError::NotReachable { index: 0 }, "{kind:?}");
+        assert!(stage.puppet.0.lock().posts.is_empty());
+    }
 }
 
 #[test]
