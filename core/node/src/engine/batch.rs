@@ -5,6 +5,7 @@
 //! Invariant: both sides of a request have the same length.
 
 use millpond_core::time::Duration;
+pub use millpond_core::transfer::Class;
 
 use super::remote::{RemoteExtent, RemoteRegion};
 use super::transfer::Outcome;
@@ -105,24 +106,6 @@ impl RawRange {
     pub(super) fn skip(&self, len: u64) -> Self {
         Self { region: self.region.clone(), offset: self.offset + len }
     }
-}
-
-/// What a batch is for; batches of different classes share a link fairly, those of one class in order of arrival.
-///
-/// ```
-/// use millpond_node::engine::Class;
-/// assert_eq!(Class::default(), Class::Foreground);
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Class {
-    /// Somebody waits for it: KV pages of a running request.
-    #[default]
-    Foreground,
-    /// Nobody waits yet: prefetch, write-back.
-    Background,
-    /// Large and patient: weights, draining, repair.
-    Bulk,
 }
 
 /// Which transport carries a batch.

@@ -216,7 +216,7 @@ impl Core {
                     // In flight only if another handle of the same region posted it; its next drop detaches it.
                     let _ = shard.fabric.detach(region);
                 }
-                Wish::Look => shard.tick(&self.options, now),
+                Wish::Look => shard.look(&self.options, now),
             }
         }
     }
@@ -282,7 +282,7 @@ impl Core {
     }
 
     pub(super) fn statistics(&self) -> Statistics {
-        let mut statistics = self.locked(|shard| shard.statistics);
+        let mut statistics = self.locked(|shard| shard.counted());
         statistics.transfers_open = u64::from(self.open_transfers());
         statistics.caller_turns = self.caller_turns.load(Ordering::Relaxed);
         statistics.driver_turns = self.driver_turns.load(Ordering::Relaxed);

@@ -77,7 +77,7 @@ async fn open_first<R: Runtime>(runtime: R, core: Arc<Core>, address: SocketAddr
         let found = shard
             .peers
             .iter()
-            .find(|(_, peer)| peer.inner.address == Some(address) && !peer.is_gone && !peer.lanes.is_empty());
+            .find(|(_, peer)| peer.inner.address == Some(address) && !peer.is_gone && peer.has_lanes());
         found.map(|(_, peer)| Arc::clone(&peer.inner))
     });
     if let Some(inner) = known {
@@ -91,7 +91,7 @@ async fn open_first<R: Runtime>(runtime: R, core: Arc<Core>, address: SocketAddr
     let identity = session.peer.hello.identity;
     let peers_max = core.options.peers_max;
     let key = core
-        .locked(|shard| shard.peer(identity, Some(address), &core.options))
+        .locked(|shard| shard.peer(identity, Some(address), &core.options, boot_time()))
         .ok_or(OpenError::TooManyPeers { peers_max })?;
     adopt_dialled(&core, key, session.into_lane().map_err(|error| failed(address, &error))?)
         .map_err(|why| OpenError::Connect { address, why })?;
@@ -99,7 +99,7 @@ async fn open_first<R: Runtime>(runtime: R, core: Arc<Core>, address: SocketAddr
     let peer = Peer { inner: inner.ok_or(OpenError::ShutDown)? };
     if core.options.allows(Via::Shm) && identity.host.is_same_host(&core.options.identity.host) {
         // The better path, in the background: until it is there the first lane carries everything.
-        core.locked(|shard| shard.want_lane(key, SHM_LANES, boot_time()));
+        core.locked(|shard| shard.want_lane(key, SHM_LANES, &core.options, boot_time()));
     }
     Ok(peer)
 }
@@ -143,7 +143,7 @@ async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> 
     let session = session.map_err(|error| error.to_string())?;
     let met = session.peer.hello.identity;
     if met.incarnation != wanted.inner.identity.incarnation {
-        core.locked(|shard| shard.peer(met, Some(address), &core.options));
+        core.locked(|shard| shard.peer(met, Some(address), &core.options, boot_time()));
         return Err("the node was restarted".to_owned());
     }
     let Lane { fd, index, generation, permit, .. } = session.into_lane().map_err(|error| error.to_string())?;
@@ -191,7 +191,7 @@ pub(super) fn adopt(core: &Arc<Core>, lane: Lane) -> Result<Peer, String> {
 
 fn adopt_accepted(core: &Core, identity: &Identity, lane: NewLane) -> Result<Peer, String> {
     let inner = core.locked(|shard| {
-        let key = shard.peer(*identity, None, &core.options).ok_or("no room for another peer")?;
+        let key = shard.peer(*identity, None, &core.options, boot_time()).ok_or("no room for another peer")?;
         shard.open_lane(key, lane, &core.options, boot_time())?;
         let peer = shard.peers.get(key).ok_or("the peer is forgotten")?;
         Ok::<Arc<PeerInner>, String>(Arc::clone(&peer.inner))

@@ -11,6 +11,7 @@
 
 #![allow(clippy::result_large_err)] // a batch that was not started comes back in the error, by design
 
+mod act;
 mod batch;
 mod blocking;
 mod core;
@@ -47,7 +48,7 @@ pub use self::grant::{Arrived, COUNTERS_PER_GRANT_MAX, Grant, GrantError, GrantE
 pub use self::options::Options;
 pub use self::peer::{OpenError, Peer};
 pub use self::remote::{OutOfBounds, RemoteExtent, RemoteRegion};
-pub use self::statistics::{Downgrade, DowngradeReason, EXPLAIN_MAX, Explanation, Statistics};
+pub use self::statistics::{Considered, Downgrade, DowngradeReason, EXPLAIN_MAX, Explanation, Statistics};
 pub use self::submit::{SubmitError, SubmitErrorKind};
 pub use self::transfer::{Cause, Failure, Outcome, RefusalReason, Report, Status, Transfer, TransferError, TransferId};
 

@@ -1,17 +1,17 @@
 //! One shard: the fabric with its devices, and everything that is under way on it. Lives behind the progress lock.
 //!
-//! It decides which part goes over which lane, what is tried again, and when something is given up; the fabric checks and
-//! moves. It dials nothing itself: it says what it wants dialled. Invariants: what was accepted ends; a part is in exactly
-//! one of: a peer's queue, a ticket, finished.
+//! The scheduler decides which slice goes over which lane, what is tried again, and when something is given up; the fabric
+//! checks and moves. It dials nothing itself: it says what it wants dialled. Invariants: what was accepted ends; a row
+//! exists while its job does, a part while its slice does.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use millpond_core::batch::RegionId;
-use millpond_core::quiet::Far;
 use millpond_core::slab::{Handle, Slab, Slot};
 use millpond_core::time::{Duration, Instant};
+use millpond_core::transfer::{self, Dialling, JobSpec, PathId, SubmitError};
 use millpond_core::wire::hello::{Field, Identity, Refusal as Refused};
 use millpond_hal::backend::host::Host;
 use millpond_hal::backend::shm::{ShmDevice, ShmOptions};
@@ -19,47 +19,54 @@ use millpond_hal::backend::tcp::{TcpDevice, TcpOptions};
 use millpond_hal::contract::{
     Connection, Lane as WireLane, LaneSide, LinkDownReason, LinkId, Outcome as HalOutcome, TicketId,
 };
-use millpond_hal::fabric::{self, DeviceId, Fabric, FabricOptions, LinkOptions, PostError, PostOptions};
+use millpond_hal::fabric::{self, DeviceId, Fabric, FabricOptions, LinkOptions};
 
-use super::batch::{Arrival, Batch, Via};
+use super::batch::{Batch, Via};
 use super::grant::Arrivals;
 use super::options::Options;
 use super::peer::PeerInner;
-use super::peers::{Choice, Lane, PeerState, Place, WantedLane};
+use super::peers::{Lane, PeerState, WantedLane, asked, path_of};
 use super::statistics::{EXPLAIN_MAX, Explanation, Statistics};
-use super::transfer::{Cause, Failure, RefusalReason, Shared};
-use super::work::{Part, PartLimits, Piece, Posted, Work};
+use super::transfer::{Cause, Shared};
+use super::work::{Part, Piece, Row, Work};
 use crate::session::Permit;
 
-/// Attempts at one part, the first included.
-pub(super) const ATTEMPTS_MAX: u8 = 4;
-/// How long a cancelled ticket may take before its link is closed.
-pub(super) const CANCEL_GRACE: Duration = Duration::from_millis(100);
-/// Requests and bytes of one posted batch: what every transport here takes.
-const PART_LIMITS: PartLimits = PartLimits { moves_max: 1024, bytes_max: 16 << 20 };
+/// Jobs per transfer that the tables have room for; most have one.
+const JOBS_PER_TRANSFER: u32 = 2;
+/// Slices per transfer that the tables have room for.
+const SLICES_PER_TRANSFER: u32 = 4;
 /// Emptied containers kept for use.
 pub(super) const SPARES_MAX: usize = 64;
+
+type Table<T> = Box<[Slot<T>]>;
+/// The scheduler over tables of its size.
+pub(super) type Brain = transfer::Scheduler<Table<transfer::Job>, Table<transfer::Slice>, Table<transfer::Peer>>;
 
 pub(super) struct Shard {
     pub(super) fabric: Fabric,
     devices: Devices,
     pub(super) works: Slab<Work, Box<[Slot<Work>]>>,
-    pub(super) parts: Slab<Part, Box<[Slot<Part>]>>,
+    /// Which slice goes where, and when.
+    pub(super) brain: Brain,
+    /// By the slot of the job, and of the slice.
+    pub(super) rows: Vec<Option<Row>>,
+    pub(super) parts: Vec<Option<Part>>,
     pub(super) peers: Slab<PeerState, Box<[Slot<PeerState>]>>,
     by_node: HashMap<[u8; 16], Handle>,
-    /// Which part a ticket carries, by the ticket's slot.
+    /// The peer of each peer of the scheduler, by the latter's slot.
+    pub(super) brain_peers: Vec<Handle>,
+    /// Which slice a ticket carries, by the ticket's slot.
     pub(super) tickets: Vec<Option<(TicketId, Handle)>>,
-    pub(super) links: HashMap<LinkId, Handle>,
+    pub(super) links: HashMap<LinkId, (Handle, PathId)>,
     pub(super) arrivals: HashMap<RegionId, Arc<Arrivals>>,
     pub(super) wanted: Vec<WantedLane>,
     pub(super) statistics: Statistics,
     pub(super) explained: VecDeque<Explanation>,
     /// Of the last dial.
     generation: u64,
-    pub(super) next_tick: Instant,
     pub(super) spare_batches: Vec<fabric::Batch>,
     pub(super) spare_pieces: Vec<Vec<Piece>>,
-    spare_parts: Vec<Part>,
+    spare_rows: Vec<Row>,
     pub(super) outcomes: Vec<HalOutcome>,
 }
 
@@ -78,6 +85,17 @@ pub(super) struct NewLane {
     pub(super) index: u8,
     pub(super) generation: u64,
     pub(super) permit: Permit,
+}
+
+fn brain(options: &Options) -> Brain {
+    let mut config = transfer::Config::default();
+    config.progress_deadline = options.progress_deadline;
+    config.stall_span = Duration::from_nanos(options.progress_deadline.as_nanos() / 2);
+    config.connect_deadline = options.connect_deadline;
+    config.bytes_per_peer_max = options.bytes_per_peer_max;
+    let jobs = slots(options.transfers_max.saturating_mul(JOBS_PER_TRANSFER));
+    let slices = slots(options.transfers_max.saturating_mul(SLICES_PER_TRANSFER));
+    transfer::Scheduler::new(config, jobs, slices, slots(options.peers_max.saturating_add(1)))
 }
 
 fn slots<T>(count: u32) -> Box<[Slot<T>]> {
@@ -138,9 +156,12 @@ impl Shard {
             fabric,
             devices,
             works: Slab::new(slots(options.transfers_max)),
-            parts: Slab::new(slots(options.transfers_max.saturating_mul(4))),
+            brain: brain(options),
+            rows: Vec::new(),
+            parts: Vec::new(),
             peers: Slab::new(slots(options.peers_max.saturating_add(1))),
             by_node: HashMap::new(),
+            brain_peers: Vec::new(),
             tickets: Vec::new(),
             links: HashMap::new(),
             arrivals: HashMap::new(),
@@ -148,10 +169,9 @@ impl Shard {
             statistics: Statistics::default(),
             explained: VecDeque::with_capacity(EXPLAIN_MAX),
             generation: 0,
-            next_tick: Instant::NEVER,
             spare_batches: Vec::new(),
             spare_pieces: Vec::new(),
-            spare_parts: Vec::new(),
+            spare_rows: Vec::new(),
             outcomes: Vec::new(),
         };
         let own = shard.own_peer(options, now)?;
@@ -160,22 +180,15 @@ impl Shard {
 
     /// The engine as its own peer, with its one lane.
     fn own_peer(&mut self, options: &Options, now: Instant) -> Result<Handle, StartError> {
-        let own = self.insert_peer(options.identity, None, options).ok_or_else(|| system("a table")(&"no peers"))?;
+        let own =
+            self.insert_peer(options.identity, None, options, now).ok_or_else(|| system("a table")(&"no peers"))?;
         let opened = self.fabric.open(now, self.devices.local, Connection::Loopback, LinkOptions::default());
         let link = opened.map_err(|error| system("a loopback link")(&error))?;
-        self.links.insert(link, own);
+        let path = path_of(LaneSide::Dialed, 0).ok_or_else(|| system("a path")(&"no paths"))?;
+        self.links.insert(link, (own, path));
         if let Some(peer) = self.peers.get_mut(own) {
-            let lane = Lane {
-                link,
-                via: Via::Local,
-                side: LaneSide::Accepted,
-                index: 0,
-                posted_bytes: 0,
-                posts: 0,
-                is_full: false,
-                _permit: Permit::default(),
-            };
-            peer.on_lane(lane, now);
+            let generation = self.brain.on_open(now, peer.brain, path);
+            peer.lanes[path.index()] = Some(Lane { link, via: Via::Local, generation, _permit: Permit::default() });
         }
         Ok(own)
     }
@@ -185,29 +198,51 @@ impl Shard {
         identity: Identity,
         address: Option<std::net::SocketAddr>,
         options: &Options,
+        now: Instant,
     ) -> Option<Handle> {
         let is_self = (identity.node, identity.incarnation) == (options.identity.node, options.identity.incarnation);
         let same_host = identity.host.is_same_host(&options.identity.host);
         if self.peers.len() == self.peers.capacity() {
             self.forget_idle_peers();
         }
+        let brain = self.brain.insert_peer(now)?;
         // The handle goes into the entry, so it is made first and the entry replaced.
         let blank = Arc::new(PeerInner { key: Handle::default(), identity, address, is_self });
-        let key = self.peers.insert(PeerState::new(blank, same_host)).ok()?;
+        let key = self.peers.insert(PeerState::new(blank, brain, same_host, now)).ok()?;
         let inner = Arc::new(PeerInner { key, identity, address, is_self });
-        *self.peers.get_mut(key)? = PeerState::new(inner, same_host);
+        *self.peers.get_mut(key)? = PeerState::new(inner, brain, same_host, now);
+        let slot = brain.slot as usize;
+        if self.brain_peers.len() <= slot {
+            self.brain_peers.resize(slot + 1, Handle::default());
+        }
+        self.brain_peers[slot] = key;
+        self.declare(key, options);
         if let Some(older) = self.by_node.insert(identity.node, key) {
             self.on_peer_replaced(older);
         }
         Some(key)
     }
 
+    /// Tells the scheduler which paths may join a peer and us.
+    fn declare(&mut self, key: Handle, options: &Options) {
+        let Some(peer) = self.peers.get(key) else { return };
+        for (path, spec) in peer.paths(options) {
+            let known = self.brain.declare(peer.brain, path, spec);
+            debug_assert!(known.is_ok(), "the scheduler knows every peer");
+        }
+    }
+
     fn forget_idle_peers(&mut self) {
         let is_idle = |peer: &PeerState| {
-            !peer.inner.is_self && peer.lanes.is_empty() && peer.queued == 0 && Arc::strong_count(&peer.inner) == 1
+            let is_unused = !peer.inner.is_self && !peer.has_lanes() && self.brain.is_idle(peer.brain);
+            is_unused && Arc::strong_count(&peer.inner) == 1
         };
-        let idle: Vec<Handle> = self.peers.iter().filter(|(_, peer)| is_idle(peer)).map(|(key, _)| key).collect();
-        for key in idle {
+        let idle: Vec<(Handle, Handle)> =
+            self.peers.iter().filter(|(_, peer)| is_idle(peer)).map(|(key, peer)| (key, peer.brain)).collect();
+        for (key, brain) in idle {
+            if !self.brain.remove_peer(brain) {
+                continue;
+            }
             if let Some(peer) = self.peers.remove(key) {
                 let node = peer.inner.identity.node;
                 if self.by_node.get(&node) == Some(&key) {
@@ -221,11 +256,10 @@ impl Shard {
     fn on_peer_replaced(&mut self, older: Handle) {
         let Some(peer) = self.peers.get_mut(older) else { return };
         peer.is_gone = true;
-        let links: Vec<LinkId> = peer.lanes.iter().map(|lane| lane.link).collect();
-        for link in links {
-            self.fabric.close_link_for(link, LinkDownReason::Superseded);
+        for lane in peer.lanes.iter().flatten() {
+            self.fabric.close_link_for(lane.link, LinkDownReason::Superseded);
         }
-        self.next_tick = Instant::ZERO;
+        self.brain.on_peer_gone(peer.brain);
     }
 
     /// The peer with this identity, made if it is new. `None`: the table is full, or the identity is of an earlier start.
@@ -234,6 +268,7 @@ impl Shard {
         identity: Identity,
         address: Option<std::net::SocketAddr>,
         options: &Options,
+        now: Instant,
     ) -> Option<Handle> {
         if let Some(known) = self.by_node.get(&identity.node).copied()
             && let Some(peer) = self.peers.get_mut(known)
@@ -243,6 +278,7 @@ impl Shard {
                 if address.is_some() && peer.inner.address.is_none() && !peer.inner.is_self {
                     let inner = PeerInner { key: known, identity, address, is_self: false };
                     peer.inner = Arc::new(inner);
+                    self.declare(known, options);
                 }
                 return Some(known);
             }
@@ -250,7 +286,9 @@ impl Shard {
                 return None;
             }
         }
-        self.insert_peer(identity, address, options)
+        let peer = self.insert_peer(identity, address, options, now);
+        self.pump(options, now);
+        peer
     }
 
     /// A lane asks to be welcomed. If it may, frames of its older generations, and of older incarnations of its node, are
@@ -264,17 +302,16 @@ impl Shard {
     ) -> Result<(), Refused> {
         let (index, generation) = lane;
         let refuse = |field, refuser| Err(Refused { field, refuser, refused: generation });
-        let Some(key) = self.peer(*identity, None, options) else { return refuse(Field::Capacity, 0) };
+        let Some(key) = self.peer(*identity, None, options, now) else { return refuse(Field::Capacity, 0) };
         let Some(peer) = self.peers.get_mut(key) else { return refuse(Field::Capacity, 0) };
         let Some(newest) = peer.accepted.get_mut(usize::from(index)) else { return refuse(Field::Generation, 0) };
         if generation <= *newest || peer.inner.is_self {
             return refuse(Field::Generation, *newest);
         }
         *newest = generation;
-        let is_older = |lane: &&Lane| lane.side == LaneSide::Accepted && lane.index == index;
-        let links: Vec<LinkId> = peer.lanes.iter().filter(is_older).map(|lane| lane.link).collect();
-        for link in links {
-            self.fabric.close_link_for(link, LinkDownReason::Superseded);
+        let older = path_of(LaneSide::Accepted, index).and_then(|path| peer.lanes[path.index()].as_ref());
+        if let Some(older) = older {
+            self.fabric.close_link_for(older.link, LinkDownReason::Superseded);
         }
         self.turn(options, now);
         Ok(())
@@ -289,22 +326,24 @@ impl Shard {
     /// The peer with this identity, if it is known and has a lane, or an address to dial.
     pub(super) fn known_peer(&self, identity: &Identity) -> Option<Arc<PeerInner>> {
         let peer = self.peers.get(*self.by_node.get(&identity.node)?)?;
-        let is_there = !peer.lanes.is_empty() || peer.inner.address.is_some();
+        let is_there = peer.has_lanes() || peer.inner.address.is_some();
         let is_same = peer.inner.identity.incarnation == identity.incarnation;
         (is_there && is_same && !peer.is_gone).then(|| Arc::clone(&peer.inner))
     }
 
-    pub(super) fn want_lane(&mut self, key: Handle, index: u8, now: Instant) {
-        if let Some(peer) = self.peers.get_mut(key) {
-            peer.want_index(index, now, &mut self.wanted);
+    pub(super) fn want_lane(&mut self, key: Handle, index: u8, options: &Options, now: Instant) {
+        if let (Some(peer), Some(path)) = (self.peers.get(key), path_of(LaneSide::Dialed, index)) {
+            self.brain.want(now, peer.brain, path);
+            self.pump(options, now);
         }
     }
 
     pub(super) fn on_dial_failed(&mut self, key: Handle, index: u8, options: &Options, now: Instant) {
-        let Some(peer) = self.peers.get_mut(key) else { return };
-        peer.on_dial_failed(index, now);
-        self.next_tick = self.next_tick.min(peer.next_dial(now));
-        self.pump(key, options, now);
+        if let (Some(peer), Some(path)) = (self.peers.get_mut(key), path_of(LaneSide::Dialed, index)) {
+            peer.on_dial_failed(index);
+            self.brain.on_dial_failed(now, peer.brain, path);
+            self.pump(options, now);
+        }
     }
 
     pub(super) fn open_lane(
@@ -329,17 +368,30 @@ impl Shard {
         let connection = Connection::Stream { fd: lane.fd, read_ahead: Vec::new(), lane: wire };
         let with = LinkOptions::with_progress_deadline(options.progress_deadline);
         let link = self.fabric.open(now, device, connection, with).map_err(|error| error.to_string())?;
-        self.links.insert(link, key);
+        let path = path_of(lane.side, lane.index).ok_or("there is no lane of that index")?;
+        self.links.insert(link, (key, path));
         let counter = match lane.side {
             LaneSide::Dialed => &mut self.statistics.lanes_dialled,
             LaneSide::Accepted => &mut self.statistics.lanes_accepted,
         };
         *counter += 1;
         self.statistics.lanes_open += 1;
-        let NewLane { via, side, index, permit, .. } = lane;
-        let lane = Lane { link, via, side, index, posted_bytes: 0, posts: 0, is_full: false, _permit: permit };
-        peer.on_lane(lane, now);
-        self.pump(key, options, now);
+        let NewLane { via, permit, side, .. } = lane;
+        if !self.brain.has_path(peer.brain, path) {
+            let dialling = if side == LaneSide::Dialed { Dialling::OursWhenBusy } else { Dialling::Theirs };
+            let spec = peer.spec(via, dialling).ok_or("the transport is not one of a lane")?;
+            self.brain.declare(peer.brain, path, spec).map_err(|error| error.to_string())?;
+        }
+        let generation = self.brain.on_open(now, peer.brain, path);
+        if side == LaneSide::Accepted {
+            peer.met_at = now;
+        }
+        peer.on_lane(via);
+        let older = peer.lanes[path.index()].replace(Lane { link, via, generation, _permit: permit });
+        if let Some(older) = older {
+            self.fabric.close_link_for(older.link, LinkDownReason::Superseded);
+        }
+        self.pump(options, now);
         Ok(())
     }
 
@@ -352,167 +404,56 @@ impl Shard {
         options: &Options,
         now: Instant,
     ) -> Result<(), (Arc<Shared>, Batch)> {
-        let room = self.parts.capacity() - self.parts.len();
-        let needed = batch.len() / PART_LIMITS.moves_max
-            + 2
-            + usize::try_from(batch.bytes() / PART_LIMITS.bytes_max).unwrap_or(usize::MAX);
-        if self.works.len() == self.works.capacity() || needed.saturating_mul(2) > room {
+        let is_full = self.brain.jobs() >= self.brain.jobs_max();
+        if self.works.len() == self.works.capacity() || is_full {
             return Err((shared, batch));
         }
-        let work = Work::new(shared, batch, now, options.progress_deadline);
-        self.next_tick = self.next_tick.min(work.deadline).min(now + quarter(work.progress_deadline));
+        let work = Work::new(shared, batch, now);
         let Ok(key) = self.works.insert(work) else { unreachable!("there is room: compared above") };
-        let mut parts = std::mem::take(&mut self.spare_parts);
+        let mut rows = std::mem::take(&mut self.spare_rows);
         let Some(work) = self.works.get_mut(key) else { return Ok(()) };
-        work.cut(key, PART_LIMITS, &mut parts, &mut self.spare_pieces);
+        work.rows(key, &mut rows, &mut self.spare_pieces);
+        work.jobs = u32::try_from(rows.len()).unwrap_or(u32::MAX);
         self.statistics.transfers_started += 1;
-        let mut touched: Option<Handle> = None;
-        for part in parts.drain(..) {
-            let peer = part.peer;
-            if touched.is_some_and(|other| other != peer) {
-                self.pump(touched.unwrap_or_default(), options, now);
-            }
-            touched = Some(peer);
-            self.enqueue(part, Place::Back);
+        for row in rows.drain(..) {
+            self.submit_row(row, options, now);
         }
-        self.spare_parts = parts;
-        if let Some(peer) = touched {
-            self.pump(peer, options, now);
-        }
+        self.spare_rows = rows;
+        self.pump(options, now);
         Ok(())
     }
 
-    pub(super) fn enqueue(&mut self, part: Part, place: Place) {
-        let (peer, of, bytes) = (part.peer, (part.class, part.via), part.bytes);
-        let Ok(key) = self.parts.insert(part) else {
-            unreachable!("parts have room: `start` keeps half of it for those that come back")
-        };
-        if let Some(peer) = self.peers.get_mut(peer) {
-            peer.open_bytes += bytes;
-            peer.enqueue(key, of, place);
-        }
-    }
-
-    /// Posts what can go to a peer now.
-    pub(super) fn pump(&mut self, key: Handle, options: &Options, now: Instant) {
-        // Bounded: each round takes a part out of a queue, or ends.
-        loop {
-            let Some(peer) = self.peers.get_mut(key) else { return };
-            if peer.queued == 0 {
-                return;
-            }
-            let heads = peer.heads_now();
-            let mut taken = None;
-            for (class, via, head) in heads.into_iter().flatten() {
-                let Some(part) = self.parts.get(head) else { continue };
-                let (bytes, has_writes) = (part.bytes, part.has_writes || part.arrival.is_some());
-                match peer.choose((via, bytes, has_writes), options, now, &mut self.wanted) {
-                    Choice::Wait => {}
-                    other => {
-                        peer.pop(class, via);
-                        taken = Some((head, other));
-                        break;
-                    }
+    /// Gives a row to the scheduler as a job. What it does not take fails.
+    pub(super) fn submit_row(&mut self, mut row: Row, options: &Options, now: Instant) {
+        let (Some(work), Some(peer)) = (self.works.get(row.work), self.peers.get(row.peer)) else { return };
+        let mut spec = JobSpec::new(peer.brain, row.bytes);
+        spec.class = work.settings.class;
+        spec.asked = asked(work.settings.via);
+        spec.deadline = work.deadline;
+        spec.progress_deadline = work.settings.progress_deadline;
+        spec.has_writes = row.has_writes;
+        match self.brain.submit(now, spec) {
+            Ok(job) => {
+                row.job = job;
+                let at = job.slot as usize;
+                if self.rows.len() <= at {
+                    self.rows.resize_with(at + 1, || None);
                 }
+                self.rows[at] = Some(row);
             }
-            match taken {
-                None => return,
-                Some((part, Choice::Lane(lane))) => self.post(part, lane, options, now),
-                Some((part, Choice::Never(why))) => self.refuse_path(part, why, now),
-                Some((_, Choice::Wait)) => return,
+            Err(error) => {
+                let cause = match error {
+                    SubmitError::Busy { .. } => Cause::Overload,
+                    _ => self.cause_for(row.work, row.peer, transfer::Cause::PeerGone, options),
+                };
+                self.end_row(row, Some(cause), options, now);
             }
         }
     }
 
-    fn refuse_path(&mut self, key: Handle, why: &'static str, now: Instant) {
-        let via = self.parts.get(key).map_or(Via::Auto, |part| part.via);
-        self.fail_part(key, &Failure { cause: Cause::NoPath { via, why }, far: Far::Untouched }, now);
+    /// What was counted, the scheduler's part included.
+    pub(super) fn counted(&self) -> Statistics {
+        let counters = self.brain.counters();
+        Statistics { retries: counters.retries, ..self.statistics }
     }
-
-    fn post(&mut self, key: Handle, lane_at: usize, options: &Options, now: Instant) {
-        let Some(part) = self.parts.get_mut(key) else { return };
-        let (Some(work), Some(peer)) = (self.works.get_mut(part.work), self.peers.get_mut(part.peer)) else { return };
-        let mut batch = self.spare_batches.pop().unwrap_or_default();
-        for piece in &mut part.pieces {
-            let region = work.remotes[piece.remote as usize].inner.region;
-            if let Some(request) = piece.as_request(region) {
-                batch.push(request);
-            }
-        }
-        if let Some((remote, Arrival { counter, amount })) = part.arrival {
-            batch.arrival(work.remotes[remote as usize].inner.region, counter, amount);
-        }
-        let lane = &mut peer.lanes[lane_at];
-        let with = PostOptions::default().with_attempt(u32::from(part.attempts));
-        match self.fabric.post(now, lane.link, batch, with) {
-            Ok(ticket) => {
-                lane.posted_bytes += part.bytes;
-                lane.posts += 1;
-                let used = lane.via;
-                part.attempts += 1;
-                work.used = Some(used);
-                let slot = ticket.id().handle().slot as usize;
-                if self.tickets.len() <= slot {
-                    self.tickets.resize(slot + 1, None);
-                }
-                self.tickets[slot] = Some((ticket.id(), key));
-                part.posted = Some(Posted { link: lane.link, ticket, moved: 0 });
-                if part.via == Via::Auto
-                    && let Some((from, reason)) = peer.downgrade(used, options, now)
-                {
-                    self.statistics.on_detour(reason);
-                    if peer.is_news(reason) {
-                        let peer = hex(&peer.inner.identity.node);
-                        tracing::warn!(%peer, %from, to = %used, reason = reason.name(), "a path is not the best that both sides share; `doctor` says what is wrong with it");
-                    }
-                }
-            }
-            Err(mut refused) => {
-                for (piece, request) in part.pieces.iter_mut().zip(refused.batch.drain()) {
-                    piece.give_back(request);
-                }
-                self.spare_batches.push(refused.batch);
-                self.on_not_posted(key, lane_at, refused.reason, now);
-            }
-        }
-    }
-
-    fn on_not_posted(&mut self, key: Handle, lane: usize, reason: PostError, now: Instant) {
-        let Some(part) = self.parts.get(key) else { return };
-        let refused = |reason| Failure { cause: Cause::Refused { reason }, far: Far::Untouched };
-        let failure = match reason {
-            // The lane is full or closing: its next event brings the part on.
-            PostError::LinkFull | PostError::LinkClosed | PostError::TicketsFull { .. } => {
-                let (peer, of) = (part.peer, (part.class, part.via));
-                self.next_tick = self.next_tick.min(now + Duration::from_millis(1));
-                if let Some(peer) = self.peers.get_mut(peer) {
-                    peer.enqueue(key, of, Place::Front);
-                    // Not to be chosen again before something has ended there.
-                    if let Some(lane) = peer.lanes.get_mut(lane) {
-                        lane.is_full = true;
-                    }
-                }
-                return;
-            }
-            PostError::NoRight { .. } => refused(RefusalReason::NotAllowed),
-            PostError::OutOfBounds { .. } | PostError::LengthsDiffer { .. } | PostError::TooLarge { .. } => {
-                refused(RefusalReason::OutOfBounds)
-            }
-            PostError::UnknownRegion { .. } | PostError::UnknownArrivalRegion => refused(RefusalReason::Stale),
-            _ => Failure {
-                cause: Cause::NoPath { via: part.via, why: "the transport cannot reach this memory" },
-                far: Far::Untouched,
-            },
-        };
-        self.fail_part(key, &failure, now);
-    }
-}
-
-fn hex(node: &[u8; 16]) -> String {
-    node.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Progress is looked for that often.
-pub(super) fn quarter(span: Duration) -> Duration {
-    Duration::from_nanos((span.as_nanos() / 4).max(1_000_000))
 }

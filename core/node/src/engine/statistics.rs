@@ -1,8 +1,12 @@
 //! What an engine counted so far, and what it remembers of single batches.
 
 use millpond_core::time::Duration;
+pub use millpond_core::transfer::Explanation as Considered;
+
+use millpond_hal::contract::LaneSide;
 
 use super::batch::{Class, Via};
+use super::peers::lane_of;
 use super::transfer::{Status, TransferId};
 
 /// Counters of one engine since its start; they only grow, except for the gauges named as such.
@@ -142,8 +146,11 @@ pub struct Explanation {
     pub used: Option<Via>,
     /// Why that one, in words.
     pub why: &'static str,
-    /// Requests posted again.
+    /// Slices posted again.
     pub retries: u32,
+    /// The paths considered, and the slices that went over each; of the first peer of the batch. Paths below 8 are the
+    /// lanes that were dialled here, the others those of the peer; from the fifth on they are of shared memory.
+    pub paths: Considered,
     /// From submission to its end; `None` while it runs.
     pub elapsed: Option<Duration>,
     /// How it ended, by the first request that failed; `Done` if none did.
@@ -160,6 +167,11 @@ impl std::fmt::Display for Explanation {
         match self.used {
             Some(used) => write!(f, "went over {used} ({why}), {retries} retries, ")?,
             None => write!(f, "never left the queue, ")?,
+        }
+        for (path, verdict, slices) in self.paths.paths() {
+            let (side, index) = lane_of(path);
+            let whose = if side == LaneSide::Dialed { "our" } else { "their" };
+            write!(f, "{whose} lane {index}: {slices} slices, {verdict}; ")?;
         }
         match (&self.status, self.elapsed) {
             (Status::Failed(failure), Some(elapsed)) => write!(f, "failed after {elapsed}: {failure}"),

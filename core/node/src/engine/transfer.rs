@@ -14,6 +14,7 @@ use std::thread::Thread;
 
 use millpond_core::quiet::Far;
 use millpond_core::time::{Duration, Instant};
+use millpond_core::transfer::Tally;
 use parking_lot::Mutex;
 
 use super::RegionBuf;
@@ -140,17 +141,13 @@ pub struct Outcome {
     pub bytes: u64,
     /// The buffer of a read, filled if the status is `Done`, with undefined but initialised contents otherwise.
     pub buffer: Option<RegionBuf>,
-    /// Pieces that have not ended.
-    pub(super) pieces: u32,
-    /// What failed so far.
-    pub(super) failed: Option<Failure>,
-    /// Whether a piece ended well.
-    pub(super) any_done: bool,
+    /// What of it was cut, and how that ended.
+    pub(super) tally: Tally<Cause>,
 }
 
 impl Outcome {
-    pub(super) fn pending(bytes: u64, pieces: u32) -> Self {
-        Self { status: Status::Pending, bytes, buffer: None, pieces, failed: None, any_done: false }
+    pub(super) fn pending(bytes: u64) -> Self {
+        Self { status: Status::Pending, bytes, buffer: None, tally: Tally::new(bytes) }
     }
 }
 
@@ -344,7 +341,7 @@ impl Shared {
     pub(super) fn fail(&self, batch: Batch, cause: &Cause) {
         let Batch { mut requests, settings, mut outcomes, remotes } = batch;
         for request in requests.drain(..) {
-            let mut outcome = Outcome::pending(request.remote().len(), 0);
+            let mut outcome = Outcome::pending(request.remote().len());
             outcome.status = Status::Failed(Failure { cause: cause.clone(), far: Far::Untouched });
             if let Request::Read { target, .. } = request {
                 outcome.buffer = Some(target);

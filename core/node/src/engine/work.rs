@@ -1,18 +1,21 @@
-//! One submitted batch inside the shard, cut into parts that fit a link.
+//! One submitted batch inside the shard, and the slices that it is cut into.
 //!
-//! A part goes to one peer and is posted as one frame; what of it failed with its link becomes a part again. A request ends
-//! with its last piece. Invariants: every piece belongs to exactly one part or has ended; a transfer is over exactly when
-//! no part of it is left.
+//! What a batch moves to or from one peer is a job of the scheduler; a slice of it is a part here, posted as one frame.
+//! Pieces are cut off a job when the scheduler has found a path for them; what of a part failed with its link stays with
+//! it. A request ends with its last piece. Invariants: every byte of a request is in a job's rest, in a part, or has ended;
+//! a transfer is over exactly when no job of it is left.
 
 use std::sync::Arc;
 
 use millpond_core::batch::Extent;
 use millpond_core::quiet::Far;
 use millpond_core::slab::Handle;
-use millpond_core::time::{Duration, Instant};
+use millpond_core::time::Instant;
+use millpond_core::transfer::{self, Limits, Load};
 use millpond_hal::fabric;
 
-use super::batch::{Arrival, Batch, Class, RawRange, Request, Settings, Via};
+use super::batch::{Arrival, Batch, RawRange, Request, Settings, Via};
+use super::statistics::Considered;
 use super::transfer::{Cause, Failure, Outcome, Report, Shared, Status};
 use super::{RegionBuf, RegionBytes, RemoteRegion};
 
@@ -32,55 +35,50 @@ pub(super) struct Work {
     pub(super) written: Vec<u32>,
     pub(super) start: Instant,
     pub(super) deadline: Instant,
-    pub(super) progress_deadline: Duration,
-    pub(super) last_progress: Instant,
-    /// Parts queued or posted.
-    pub(super) parts: u32,
-    /// Set once it is to end early; parts that come back are not tried again.
-    pub(super) end: Option<Cause>,
+    /// Jobs of the scheduler that have not ended.
+    pub(super) jobs: u32,
     pub(super) retries: u32,
     pub(super) used: Option<Via>,
-    /// The arrival, while it still has to be announced by a part of its own.
+    /// What the scheduler thought of its first peer's paths.
+    pub(super) considered: Option<Considered>,
+    /// The arrival, while it still has to be announced by a job of its own.
     pub(super) arrival: Option<Arrival>,
-    /// How far `end` was enforced.
-    pub(super) enforced: Enforced,
 }
 
-/// Steps of ending a transfer early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Enforced {
-    /// Not at all.
-    No,
-    /// Its tickets were cancelled, at that time.
-    Cancelled(Instant),
-    /// Their links were closed: the end follows without the peer.
-    Closed,
+/// What of a transfer goes to one peer: a job of the scheduler, and the pieces that were not cut off it.
+#[derive(Debug)]
+pub(super) struct Row {
+    /// The job, once it was submitted.
+    pub(super) job: Handle,
+    pub(super) work: Handle,
+    pub(super) peer: Handle,
+    pub(super) rest: Vec<Piece>,
+    /// The first of them that is not cut off.
+    pub(super) next: usize,
+    pub(super) bytes: u64,
+    pub(super) has_writes: bool,
+    /// Some of it was cut off.
+    pub(super) is_cut: bool,
+    /// To be counted in that remote region; for a job without pieces.
+    pub(super) arrival: Option<(u32, Arrival)>,
 }
 
-/// Pieces for one peer that travel together.
+/// A slice: pieces for one peer that travel together.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) work: Handle,
     pub(super) peer: Handle,
     pub(super) pieces: Vec<Piece>,
-    pub(super) bytes: u64,
-    pub(super) class: Class,
-    pub(super) via: Via,
     /// To be counted in that remote region once the writes are there.
     pub(super) arrival: Option<(u32, Arrival)>,
-    /// How often it was posted.
-    pub(super) attempts: u8,
-    pub(super) has_writes: bool,
     pub(super) posted: Option<Posted>,
 }
 
 /// Where a part is under way.
 #[derive(Debug)]
 pub(super) struct Posted {
-    pub(super) link: millpond_hal::contract::LinkId,
     pub(super) ticket: fabric::Ticket,
-    /// Bytes of it that had moved at the last look.
-    pub(super) moved: u64,
+    pub(super) posting: transfer::Posting,
 }
 
 /// (A part of) one request.
@@ -137,25 +135,8 @@ impl Piece {
     }
 }
 
-/// What a link takes at once.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PartLimits {
-    pub(super) moves_max: usize,
-    pub(super) bytes_max: u64,
-}
-
-/// Cuts a batch. Emptied pieces lists from `spare` are used again.
-pub(super) struct Cutter<'a> {
-    limits: PartLimits,
-    work: &'a mut Work,
-    parts: &'a mut Vec<Part>,
-    spare: &'a mut Vec<Vec<Piece>>,
-    /// Where this batch's parts begin.
-    first: usize,
-}
-
 impl Work {
-    pub(super) fn new(shared: Arc<Shared>, batch: Batch, now: Instant, progress_deadline: Duration) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, batch: Batch, now: Instant) -> Self {
         let Batch { requests, settings, outcomes, remotes } = batch;
         Self {
             shared,
@@ -167,37 +148,59 @@ impl Work {
             written: Vec::new(),
             start: now,
             deadline: settings.deadline.map_or(Instant::NEVER, |span| now + span),
-            progress_deadline: settings.progress_deadline.unwrap_or(progress_deadline),
-            last_progress: now,
-            parts: 0,
-            end: None,
+            jobs: 0,
             retries: 0,
             used: None,
+            considered: None,
             arrival: settings.arrival,
-            enforced: Enforced::No,
         }
     }
 
-    /// Moves its requests into parts. `key` is its place in the shard's table.
-    pub(super) fn cut(&mut self, key: Handle, limits: PartLimits, parts: &mut Vec<Part>, spare: &mut Vec<Vec<Piece>>) {
-        let first = parts.len();
+    /// Moves its requests into rows, one per peer. `key` is its place in the shard's table. Emptied lists from `spare` are
+    /// used again.
+    pub(super) fn rows(&mut self, key: Handle, rows: &mut Vec<Row>, spare: &mut Vec<Vec<Piece>>) {
         let mut requests = std::mem::take(&mut self.requests);
         self.outcomes.reserve(requests.len());
-        let mut cutter = Cutter { limits, work: self, parts, spare, first };
         for (index, request) in (0u32..).zip(requests.drain(..)) {
-            cutter.add(key, index, request);
+            let (peer, piece) = self.piece(index, request);
+            // One peer in most batches.
+            let at = match rows.iter().rposition(|row| row.peer == peer) {
+                Some(at) => at,
+                None => {
+                    rows.push(Row::new(key, peer, spare.pop().unwrap_or_default()));
+                    rows.len() - 1
+                }
+            };
+            rows[at].bytes += piece.len;
+            rows[at].has_writes |= piece.is_write();
+            rows[at].rest.push(piece);
         }
         self.requests = requests;
-        self.parts = u32::try_from(parts.len() - first).unwrap_or(u32::MAX);
-        // One part into one region can carry the arrival itself; otherwise it follows when all writes are there.
-        if let (Some(arrival), [part]) = (self.arrival, &mut parts[first..])
-            && self.remotes.len() == 1
-            && part.has_writes
-        {
-            part.arrival = Some((0, arrival));
-            self.arrival = None;
-            self.written.clear();
+    }
+
+    /// All of a request as one piece, and the peer it is for.
+    fn piece(&mut self, index: u32, request: Request) -> (Handle, Piece) {
+        let len = request.remote().len();
+        let region = &request.remote().region;
+        let is_same = self.remotes.last().is_some_and(|last| Arc::ptr_eq(&last.inner, &region.inner));
+        if !is_same {
+            self.remotes.push(region.clone());
         }
+        let remote = u32::try_from(self.remotes.len() - 1).unwrap_or(u32::MAX);
+        let peer = region.peer().inner.key;
+        let remote_offset = request.remote().offset;
+        let local = match request {
+            Request::Write { source, .. } => Local::Source(source),
+            Request::Read { target, .. } => Local::Target(target),
+            Request::WriteRaw { source, .. } => Local::RawSource(source),
+            Request::ReadRaw { target, .. } => Local::RawTarget(target),
+        };
+        let piece = Piece { request: index, remote, remote_offset, at: 0, len, local: Some(local) };
+        if piece.is_write() && self.arrival.is_some() {
+            self.note_written(remote);
+        }
+        self.outcomes.push(Outcome::pending(len));
+        (peer, piece)
     }
 
     /// Remembers a region that the arrival is for, once per grant.
@@ -212,48 +215,48 @@ impl Work {
 
     /// A piece ended well.
     pub(super) fn on_piece_done(&mut self, piece: Piece) {
-        self.end_piece(piece, None);
+        let Some(outcome) = self.outcomes.get_mut(piece.request as usize) else { return };
+        outcome.tally.on_done(piece.len);
+        self.shared.add_bytes(piece.len);
+        self.end_piece(piece);
     }
 
     /// A piece ended otherwise. The first failure of a request stays; the worst far end counts.
     pub(super) fn on_piece_failed(&mut self, piece: Piece, failure: Failure) {
-        self.end_piece(piece, Some(failure));
+        let Some(outcome) = self.outcomes.get_mut(piece.request as usize) else { return };
+        outcome.tally.on_failed(failure.cause, failure.far);
+        self.end_piece(piece);
     }
 
-    fn end_piece(&mut self, piece: Piece, failure: Option<Failure>) {
+    /// What was not cut off a request never will be.
+    pub(super) fn on_rest_failed(&mut self, piece: Piece, cause: Cause) {
+        let Some(outcome) = self.outcomes.get_mut(piece.request as usize) else { return };
+        outcome.tally.end(cause);
+        self.end_piece(piece);
+    }
+
+    fn end_piece(&mut self, piece: Piece) {
         let Some(outcome) = self.outcomes.get_mut(piece.request as usize) else { return };
         match piece.local {
             Some(Local::Target(buffer)) if outcome.buffer.is_none() && piece.at == 0 => outcome.buffer = Some(buffer),
             Some(Local::Target(buffer)) => self.rests.push((piece.request, piece.at, buffer)),
             _ => {}
         }
-        if failure.is_none() {
-            self.shared.add_bytes(piece.len);
-        }
-        outcome.pieces -= 1;
-        outcome.failed = match (outcome.failed.take(), failure) {
-            (Some(first), Some(next)) => Some(Failure { far: worse(first.far, next.far), ..first }),
-            (first, next) => first.or(next),
+        outcome.status = match outcome.tally.status() {
+            transfer::Status::Pending => Status::Pending,
+            transfer::Status::Done => Status::Done,
+            transfer::Status::Failed { cause, far } => Status::Failed(Failure { cause, far }),
         };
-        outcome.any_done |= outcome.failed.is_none();
-        if outcome.pieces == 0 {
-            outcome.status = match outcome.failed.take() {
-                None => Status::Done,
-                // Some pieces of it are there, some are not.
-                Some(failure) if outcome.any_done => Status::Failed(Failure { far: Far::Unknown, ..failure }),
-                Some(failure) => Status::Failed(failure),
-            };
-        }
     }
 
     /// Whether a request failed.
     pub(super) fn has_failed(&self) -> bool {
-        self.outcomes.iter().any(|outcome| outcome.failed.is_some() || matches!(outcome.status, Status::Failed(_)))
+        self.outcomes.iter().any(|outcome| outcome.tally.has_failed() || matches!(outcome.status, Status::Failed(_)))
     }
 
     /// The writes are there, but their arrival could not be announced: whoever waits for it is not told, so neither may the
     /// caller believe in it.
-    pub(super) fn fail_arrival(&mut self, failure: Failure) {
+    pub(super) fn fail_arrival(&mut self, failure: &Failure) {
         for outcome in &mut self.outcomes {
             if outcome.status == Status::Done {
                 outcome.status = Status::Failed(Failure { far: Far::Unknown, ..failure.clone() });
@@ -261,7 +264,7 @@ impl Work {
         }
     }
 
-    /// The report, once no part is left. Cut buffers are joined again.
+    /// The report, once no job is left. Cut buffers are joined again.
     pub(super) fn into_report(mut self, now: Instant) -> (Arc<Shared>, Report) {
         self.rests.sort_unstable_by_key(|(request, at, _)| (*request, *at));
         for (request, _, rest) in self.rests.drain(..) {
@@ -281,61 +284,63 @@ impl Work {
     }
 }
 
-fn worse(a: Far, b: Far) -> Far {
-    if a == b { a } else { Far::Unknown }
-}
-
-impl Cutter<'_> {
-    fn add(&mut self, key: Handle, index: u32, request: Request) {
-        let len = request.remote().len();
-        let region = &request.remote().region;
-        let is_same = self.work.remotes.last().is_some_and(|last| Arc::ptr_eq(&last.inner, &region.inner));
-        if !is_same {
-            self.work.remotes.push(region.clone());
-        }
-        let remote = u32::try_from(self.work.remotes.len() - 1).unwrap_or(u32::MAX);
-        let peer = region.peer().inner.key;
-        let remote_offset = request.remote().offset;
-        let is_write = matches!(request, Request::Write { .. } | Request::WriteRaw { .. });
-        if is_write && self.work.arrival.is_some() {
-            self.work.note_written(remote);
-        }
-        let mut local = Some(match request {
-            Request::Write { source, .. } => Local::Source(source),
-            Request::Read { target, .. } => Local::Target(target),
-            Request::WriteRaw { source, .. } => Local::RawSource(source),
-            Request::ReadRaw { target, .. } => Local::RawTarget(target),
-        });
-        let (mut pieces, mut at) = (0, 0);
-        // Bounded by the length: every round takes a whole part, or ends.
-        while let Some(mut head) = local.take() {
-            let whole_len = len - at;
-            local = if whole_len > self.limits.bytes_max { head.split_off(self.limits.bytes_max) } else { None };
-            // A buffer that cannot be cut goes as it is: the link judges its size.
-            let piece_len = if local.is_some() { self.limits.bytes_max } else { whole_len };
-            let offset = remote_offset + at;
-            let piece = Piece { request: index, remote, remote_offset: offset, at, len: piece_len, local: Some(head) };
-            self.part_for(key, peer, piece_len).push(piece);
-            pieces += 1;
-            at += piece_len;
-        }
-        self.work.outcomes.push(Outcome::pending(len, pieces));
+impl Row {
+    pub(super) fn new(work: Handle, peer: Handle, rest: Vec<Piece>) -> Self {
+        let (has_writes, is_cut) = (false, false);
+        Self { job: Handle::default(), work, peer, rest, next: 0, bytes: 0, has_writes, is_cut, arrival: None }
     }
 
-    /// The last part to that peer, if there is room in it, or a new one; one peer in most batches.
-    fn part_for(&mut self, key: Handle, peer: Handle, len: u64) -> &mut Part {
-        let last = self.parts[self.first..].iter().rposition(|part| part.peer == peer);
-        let has_room =
-            |part: &Part| part.pieces.len() < self.limits.moves_max && part.bytes + len <= self.limits.bytes_max;
-        let at = match last.map(|at| self.first + at).filter(|at| has_room(&self.parts[*at])) {
-            Some(at) => at,
-            None => {
-                let pieces = self.spare.pop().unwrap_or_default();
-                self.parts.push(Part::new(key, peer, pieces, &self.work.settings));
-                self.parts.len() - 1
+    /// Cuts the next slice off: as many whole pieces as `limits` allow, or the beginning of one that is longer.
+    pub(super) fn carve(&mut self, outcomes: &mut [Outcome], limits: Limits, pieces: &mut Vec<Piece>) -> Load {
+        let moves_max = usize::try_from(limits.moves.max(1)).unwrap_or(usize::MAX);
+        let mut bytes = 0;
+        let is_whole = !std::mem::replace(&mut self.is_cut, true);
+        if is_whole && self.rest.len() <= moves_max && self.bytes <= limits.bytes {
+            bytes = self.bytes;
+            std::mem::swap(&mut self.rest, pieces);
+        } else {
+            // Bounded by the moves: each round takes one.
+            while let Some(piece) = self.rest.get_mut(self.next).filter(|_| pieces.len() < moves_max) {
+                let room = limits.bytes.saturating_sub(bytes);
+                if piece.len > room && !pieces.is_empty() {
+                    break;
+                }
+                let rest = if piece.len > room { piece.split_off(room.max(1)) } else { None };
+                bytes += piece.len;
+                let taken = Piece { local: piece.local.take(), ..*piece };
+                match rest {
+                    Some(rest) => *piece = rest,
+                    None => self.next += 1,
+                }
+                pieces.push(taken);
             }
-        };
-        &mut self.parts[at]
+        }
+        for piece in pieces.iter() {
+            let cut = outcomes.get_mut(piece.request as usize).and_then(|outcome| outcome.tally.cut(piece.len));
+            debug_assert_eq!(cut, Some((piece.at, piece.len)));
+        }
+        Load { bytes, moves: u32::try_from(pieces.len()).unwrap_or(u32::MAX), slices: 0 }
+    }
+
+    /// Whether all of it was cut off.
+    pub(super) fn is_spent(&self) -> bool {
+        self.next >= self.rest.len()
+    }
+}
+
+impl Piece {
+    pub(super) fn is_write(&self) -> bool {
+        matches!(self.local, Some(Local::Source(_) | Local::RawSource(_)))
+    }
+
+    /// Keeps the first `len` bytes and gives the rest; `None` if it cannot be cut there: then it goes as it is, and the
+    /// link judges its size.
+    fn split_off(&mut self, len: u64) -> Option<Self> {
+        let local = self.local.as_mut()?.split_off(len)?;
+        let (remote_offset, at) = (self.remote_offset + len, self.at + len);
+        let rest = Self { remote_offset, at, len: self.len - len, local: Some(local), ..*self };
+        self.len = len;
+        Some(rest)
     }
 }
 
@@ -353,28 +358,5 @@ impl Local {
             Self::RawSource(range) => Some(Self::RawSource(range.skip(at))),
             Self::RawTarget(range) => Some(Self::RawTarget(range.skip(at))),
         }
-    }
-}
-
-impl Part {
-    pub(super) fn new(work: Handle, peer: Handle, pieces: Vec<Piece>, settings: &Settings) -> Self {
-        Self {
-            work,
-            peer,
-            pieces,
-            bytes: 0,
-            class: settings.class,
-            via: settings.via,
-            arrival: None,
-            attempts: 0,
-            has_writes: false,
-            posted: None,
-        }
-    }
-
-    pub(super) fn push(&mut self, piece: Piece) {
-        self.bytes += piece.len;
-        self.has_writes |= matches!(piece.local, Some(Local::Source(_) | Local::RawSource(_)));
-        self.pieces.push(piece);
     }
 }
