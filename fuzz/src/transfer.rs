@@ -96,7 +96,7 @@ impl World {
             15 => sender.credit(receiver, op),
             16 => sender.stall(op),
             17 => sender.refuse_next(op),
-            18 if is_rare && op[2] % 2 == 0 => {
+            18 if is_rare && op[2].is_multiple_of(2) => {
                 receiver.restart();
                 self.senders.iter_mut().try_for_each(|sender| sender.receiver_restarted(now))?;
             }

@@ -114,7 +114,7 @@ impl Sender {
             0 => Asked::Only(Transport::new(usize::from(op[4] / 12 % 3)).expect("few transports")),
             _ => Asked::Any,
         };
-        let (is_read, is_once) = (op[5] % 4 == 0, op[5] % 8 == 1);
+        let (is_read, is_once) = (op[5].is_multiple_of(4), op[5] % 8 == 1);
         spec.has_writes = !is_read;
         if op[6] < 64 {
             spec.deadline = now + Duration::from_millis(u64::from(op[6]) * 8);
@@ -308,7 +308,7 @@ impl Sender {
 
     fn close(&mut self, now: Instant, at: usize, left: u8, fault: Fault) -> Result<(), String> {
         let Some(connection) = self.connections[at].take() else { return Ok(()) };
-        if left % 2 == 0 {
+        if left.is_multiple_of(2) {
             self.machine.on_down(self.peer, path(at), connection.generation);
         }
         for (index, frame) in connection.frames.into_iter().enumerate() {
@@ -336,13 +336,13 @@ impl Sender {
     pub(super) fn answer_dial(&mut self, now: Instant, receiver: &mut Receiver, op: &Op) -> Result<(), String> {
         if op[2] % 5 == 4 || self.dials.is_empty() {
             let theirs = PATHS - 1;
-            if self.connections[theirs].is_none() && op[3] % 4 == 0 {
+            if self.connections[theirs].is_none() && op[3].is_multiple_of(4) {
                 self.open(now, receiver, theirs)?;
             }
             return Ok(());
         }
         let at = self.dials.remove(usize::from(op[2]) % self.dials.len());
-        if op[3] % 4 == 0 {
+        if op[3].is_multiple_of(4) {
             self.machine.on_dial_failed(now, self.peer, path(at));
             return Ok(());
         }
@@ -391,7 +391,7 @@ impl Sender {
             bytes: connection.credit.bytes.saturating_add(u64::from(op[3] % 16)),
             slices: connection.credit.slices.saturating_add(u64::from(op[4] % 3)),
         };
-        let is_old = op[5] % 4 == 0;
+        let is_old = op[5].is_multiple_of(4);
         let said = if is_old { Credit { bytes: grown.bytes / 2, slices: grown.slices / 2 } } else { grown };
         if !is_old {
             connection.credit = grown;
@@ -404,7 +404,7 @@ impl Sender {
         let Some(connection) = &mut self.connections[usize::from(op[2]) % PATHS] else { return };
         let count = connection.frames.len().max(1);
         match connection.frames.get_mut(usize::from(op[4]) % count) {
-            Some(frame) if op[3] % 2 == 0 => frame.moved += 1,
+            Some(frame) if op[3].is_multiple_of(2) => frame.moved += 1,
             _ => connection.is_stalled = op[3] % 4 == 1,
         }
     }
