@@ -18,7 +18,7 @@ use millpond_hal::fabric::{
 };
 use millpond_hal::region::{Region, RegionBytes};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use zerocopy::{FromBytes, IntoBytes};
 
 const SOCKET: &str = "MILLPOND_TEST_SHM_SOCKET";
@@ -167,8 +167,14 @@ impl Peer {
         Self { child, out, side, target, source }
     }
 
+    /// Sends it. A peer that is to stop has stopped afterwards: until then it may serve on.
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        let peer = Pid::from_child(&self.child);
+        kill_process(peer, signal).unwrap();
+        if signal == Signal::STOP {
+            let (_, status) = waitpid(Some(peer), WaitOptions::UNTRACED).unwrap().unwrap();
+            assert!(status.stopped(), "{status:?}");
+        }
     }
 
     /// Asks, and keeps our own side going meanwhile.
