@@ -14,6 +14,8 @@ pub mod decode;
 pub mod directory;
 #[cfg(feature = "engine")]
 pub mod engine;
+#[cfg(feature = "engine")]
+pub mod files;
 #[cfg(feature = "http")]
 pub mod http;
 #[cfg(feature = "http")]

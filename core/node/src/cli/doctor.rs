@@ -1,7 +1,9 @@
 //! `doctor`: what of this machine will be used, and why not the rest.
 //!
-//! Nothing is believed that can be tried: transports move random bytes between two engines, both ways, and compare them.
+//! Nothing is believed that can be tried: transports move random bytes between two engines, both ways, and compare them; a
+//! file is written and read back.
 
+mod disk;
 mod topology;
 mod trial;
 
@@ -18,13 +20,13 @@ use crate::model::{LoadError, Source};
 use crate::node;
 use crate::runtime::{Runtime, within};
 
-/// How long the byte test of a transport may take, with the engines that it starts.
+/// How long the byte test of a transport or of a file may take, with the engines that it starts.
 const TRIAL_WITHIN: Duration = Duration::from_secs(5);
 /// Open files below which a busy node runs out of connections.
 const FILES_MIN: u64 = 4096;
 
 /// Transports that the field has a name for, and this version nothing else.
-const ABSENT: [&str; 14] = [
+const ABSENT: [&str; 13] = [
     "efa",
     "nvmeof",
     "nvlink",
@@ -38,7 +40,6 @@ const ABSENT: [&str; 14] = [
     "tpu",
     "mpcomm",
     "flagcx",
-    "file",
 ];
 
 /// Arguments of `doctor`.
@@ -88,6 +89,7 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
     for via in [Via::Tcp, Via::Shm] {
         rows.push(transport(runtime, via).await);
     }
+    rows.push(file(runtime).await);
     rows.push(topology.rdma());
     rows.extend(topology.lines());
     if args.transports {
@@ -151,6 +153,14 @@ async fn transport<R: Runtime>(runtime: &R, via: Via) -> Row {
         Ok(Ok(text)) => (subject, Finding::Good, text),
         Ok(Err(reason)) => (subject, Finding::Bad, format!("not usable: {reason}")),
         Err(_) => (subject, Finding::Bad, format!("moved nothing within {TRIAL_WITHIN}")),
+    }
+}
+
+async fn file<R: Runtime>(runtime: &R) -> Row {
+    match within(runtime, TRIAL_WITHIN, disk::run(runtime)).await {
+        Ok(Ok((finding, text))) => ("file", finding, text),
+        Ok(Err(reason)) => ("file", Finding::Bad, format!("not usable: {reason}")),
+        Err(_) => ("file", Finding::Bad, format!("moved nothing within {TRIAL_WITHIN}")),
     }
 }
 

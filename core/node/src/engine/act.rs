@@ -41,7 +41,7 @@ impl Shard {
                     }
                 }
                 Action::Close { peer, path, why } => self.close_lane(peer, path, why),
-                Action::Dial { peer, path } => self.dial(peer, path),
+                Action::Dial { peer, path } => self.dial(peer, path, now),
                 Action::Finish(finished) => self.on_job_over(finished, options, now),
                 _ => {}
             }
@@ -56,9 +56,12 @@ impl Shard {
         }
     }
 
-    fn dial(&mut self, brain: Handle, path: PathId) {
+    fn dial(&mut self, brain: Handle, path: PathId, now: Instant) {
         let Some(key) = self.peer_of(brain) else { return };
         let Some(peer) = self.peers.get(key) else { return };
+        if peer.inner.is_files {
+            return self.open_files_lane(now);
+        }
         if let (LaneSide::Dialed, index) = lane_of(path) {
             self.wanted.push(WantedLane { peer: key, inner: std::sync::Arc::clone(&peer.inner), index });
         }

@@ -130,6 +130,8 @@ pub enum Via {
     Shm,
     /// Kernel TCP.
     Tcp,
+    /// Files of this engine. Chosen for them by itself, and for nothing else.
+    File,
 }
 
 /// A transport name nobody knows.
@@ -163,6 +165,7 @@ impl std::fmt::Display for Via {
             Self::Local => "local",
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::File => "file",
         })
     }
 }

@@ -264,9 +264,9 @@ impl Core {
             return Some(SubmitErrorKind::NoPath { via, why: "the transport is switched off here" });
         }
         if via != Via::Auto {
-            let is_wrong = |is_self: bool| is_self != (via == Via::Local);
+            let is_wrong = |is_self: bool| is_self != matches!(via, Via::Local | Via::File);
             if batch.requests.iter().any(|request| is_wrong(request.remote().region.peer().is_self())) {
-                let why = "the peer is this engine itself for `local`, and another process for the others";
+                let why = "the peer is this engine itself for `local` and `file`, and another process for the others";
                 return Some(SubmitErrorKind::NoPath { via, why });
             }
         }

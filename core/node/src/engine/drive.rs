@@ -226,13 +226,13 @@ async fn kicked(core: &Core) {
     .await;
 }
 
-/// The driver task. Ends with the engine's shutdown, or its last handle.
+/// The driver task. Ends with the engine's shutdown, or its last handle, once the transfers that were open have ended too.
 pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
     let mut readiness: Option<R::Readiness> = None;
     let mut callers_seen = core.caller_turns.load(Relaxed);
     let mut spin_end = Instant::ZERO;
     let mut yield_at = Instant::ZERO;
-    while !core.is_shut_down() {
+    while !core.is_shut_down() || core.open_transfers() > 0 {
         let next_timer = core.fire_timers(boot_time());
         for wanted in core.take_wanted() {
             runtime.spawn(lanes::dial_wanted(runtime.clone(), Arc::clone(&core), wanted));

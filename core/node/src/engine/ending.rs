@@ -17,7 +17,7 @@ use super::options::Options;
 use super::peers::lane_of;
 use super::shard::{SPARES_MAX, Shard};
 use super::statistics::{EXPLAIN_MAX, Explanation};
-use super::transfer::{Cause, Failure, RefusalReason, Status};
+use super::transfer::{Cause, Failure, FileFault, RefusalReason, Status};
 use super::work::{Part, Row, Work};
 
 fn far(end: FarEnd) -> Far {
@@ -34,6 +34,17 @@ fn reason(refusal: Refusal) -> RefusalReason {
         Refusal::OutOfBounds => RefusalReason::OutOfBounds,
         Refusal::Busy | Refusal::CountersFull => RefusalReason::Busy,
         _ => RefusalReason::NotAllowed,
+    }
+}
+
+/// What the far end held against a request, or the file did.
+fn refused(refusal: Refusal, is_file: bool) -> Cause {
+    match refusal {
+        Refusal::NoSpace => Cause::File { fault: FileFault::NoSpace },
+        Refusal::Truncated => Cause::File { fault: FileFault::Truncated },
+        Refusal::Medium => Cause::File { fault: FileFault::Medium },
+        Refusal::Failed if is_file => Cause::File { fault: FileFault::Medium },
+        other => Cause::Refused { reason: reason(other) },
     }
 }
 
@@ -125,16 +136,14 @@ impl Shard {
             Some(Answer::Failed(failure)) => Some(self.cause(&part, failure.cause, options)),
             _ => None,
         };
+        let is_file = self.peers.get(part.peer).is_some_and(|peer| peer.inner.is_files);
         let Some(work) = self.works.get_mut(part.work) else { return };
         let mut pieces = pieces;
         for (piece, outcome) in pieces.drain(..).zip(&outcomes) {
             let own = if refused_far == Far::Unknown { Far::Unknown } else { far(outcome.far_end) };
             match (outcome.end, &lost) {
                 (End::Refused(refusal), _) => {
-                    work.on_piece_failed(
-                        piece,
-                        Failure { cause: Cause::Refused { reason: reason(refusal) }, far: own },
-                    );
+                    work.on_piece_failed(piece, Failure { cause: refused(refusal, is_file), far: own });
                 }
                 (_, Some(cause)) if !outcome.is_done() => {
                     work.on_piece_failed(piece, Failure { cause: cause.clone(), far: own });
@@ -152,7 +161,7 @@ impl Shard {
         }
         if part.arrival.is_some() && !overall.is_done() && answer != Some(Answer::Again) {
             let cause = match (overall.end, lost) {
-                (End::Refused(refusal), _) => Cause::Refused { reason: reason(refusal) },
+                (End::Refused(refusal), _) => refused(refusal, is_file),
                 (_, lost) => lost.unwrap_or(Cause::LinkLost),
             };
             work.fail_arrival(&Failure { cause, far: far(overall.far_end) });
@@ -207,6 +216,7 @@ impl Shard {
             (_, None) => "no lane was there",
             (Via::Auto, Some(Via::Local)) => "the peer is this engine",
             (Via::Auto, Some(Via::Shm)) => "both run on this host",
+            (Via::Auto, Some(Via::File)) => "it is a file of this engine",
             (Via::Auto, _) => "the best lane that was open",
             _ => "the caller named it",
         };

@@ -59,6 +59,12 @@ pub enum GrantErrorKind {
     /// The table of grants is full.
     #[error("too many grants are open; close some")]
     Full,
+    /// A range is not inside the file.
+    #[error("a range of the grant is not inside the file")]
+    OutOfBounds,
+    /// A right to write a file that was opened for reading.
+    #[error("the file is open for reading only; open it for writing, or grant the right to read")]
+    ReadOnly,
     /// The engine was shut down.
     #[error("the engine was shut down")]
     ShutDown,

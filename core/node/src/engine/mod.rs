@@ -14,9 +14,11 @@
 mod act;
 mod batch;
 mod blocking;
+mod copy;
 mod core;
 mod drive;
 mod ending;
+mod files;
 mod grant;
 mod lanes;
 mod options;
@@ -32,6 +34,7 @@ mod work;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use millpond_core::batch::MemoryKind;
 pub use millpond_core::batch::{RegionToken, Rights};
 pub use millpond_core::quiet::Far;
 use millpond_core::time::Duration;
@@ -44,13 +47,19 @@ pub use millpond_hal::region::{LeaseError, Mode, Region, RegionBuf, RegionBytes}
 
 pub use self::batch::{Arrival, Batch, Class, UnknownTransport, Via};
 pub use self::blocking::Blocking;
+pub use self::copy::{Copy, STAGE_LEN, STAGES, Stager};
+pub use self::files::{
+    Caching, DriverInfo, FileAccess, FileError, FileGrant, FileOptions, FileRegion, OpenFile, OpenFileError,
+};
 pub use self::grant::{Arrived, COUNTERS_PER_GRANT_MAX, Grant, GrantError, GrantErrorKind, NotArrived, ReadGrant};
 pub use self::options::Options;
 pub use self::peer::{OpenError, Peer};
 pub use self::remote::{OutOfBounds, RemoteExtent, RemoteRegion};
 pub use self::statistics::{Considered, Downgrade, DowngradeReason, EXPLAIN_MAX, Explanation, Statistics};
 pub use self::submit::{SubmitError, SubmitErrorKind};
-pub use self::transfer::{Cause, Failure, Outcome, RefusalReason, Report, Status, Transfer, TransferError, TransferId};
+pub use self::transfer::{
+    Cause, Failure, FileFault, Outcome, RefusalReason, Report, Status, Transfer, TransferError, TransferId,
+};
 
 pub use self::shard::StartError;
 
@@ -124,7 +133,20 @@ impl<R: Runtime> Engine<R> {
 
     /// Registered memory of `len` bytes, zeroed, from which buffers are [carved](Region::carve). Freed with its last user.
     pub fn allocate(&self, len: u64, backing: Backing) -> Result<Region, AllocateError> {
-        self.core.locked(|shard| shard.fabric.allocate(len, AllocateOptions::default().with_backing(backing)))
+        self.allocate_with(len, AllocateOptions::default().with_backing(backing))
+    }
+
+    /// The same from the pages of one NUMA node.
+    pub fn allocate_on_node(&self, len: u64, backing: Backing, node: u16) -> Result<Region, AllocateError> {
+        self.allocate_with(len, AllocateOptions::default().with_backing(backing).on_node(node))
+    }
+
+    fn allocate_with(&self, len: u64, options: AllocateOptions) -> Result<Region, AllocateError> {
+        let region = self.core.locked(|shard| shard.fabric.allocate(len, options))?;
+        if let Some(why) = region.downgrade() {
+            tracing::warn!(len, %why, "memory has ordinary pages, not the huge ones that were preferred");
+        }
+        Ok(region)
     }
 
     /// Memory that is copied in and out while peers may do the same: no leases, no references, `rights` for peers on all of
@@ -235,7 +257,11 @@ impl<R: Runtime> Engine<R> {
             _ => AttachError::Kind,
         })?;
         let core = Arc::clone(&self.core);
-        Ok(RemoteRegion { inner: Arc::new(Attached { peer: peer.clone(), token: *token, region, core }) })
+        // Files of ours have a lane of their own.
+        let files = || self.core.locked(|shard| shard.files_peer()).ok_or(AttachError::Kind);
+        let is_file = token.kind() == Some(MemoryKind::File);
+        let peer = if is_file && peer.is_self() { Peer { inner: files()? } } else { peer.clone() };
+        Ok(RemoteRegion { inner: Arc::new(Attached { peer, token: *token, region, core }) })
     }
 
     /// Starts a batch. All its requests may go to different peers; they end independently, the transfer with the last.
@@ -333,6 +359,8 @@ impl From<fabric::GrantError> for GrantErrorKind {
             fabric::GrantError::Empty => Self::Empty,
             fabric::GrantError::ForeignRegion => Self::ForeignRegion,
             fabric::GrantError::NotRaw => Self::NotRaw,
+            fabric::GrantError::OutOfBounds => Self::OutOfBounds,
+            fabric::GrantError::ReadOnly => Self::ReadOnly,
             _ => Self::Full,
         }
     }

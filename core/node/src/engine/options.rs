@@ -62,9 +62,9 @@ impl Options {
         }
     }
 
-    /// Whether `via` may be used; `Auto` always may.
+    /// Whether `via` may be used; `Auto` and `File` always may.
     #[must_use]
     pub fn allows(&self, via: Via) -> bool {
-        via == Via::Auto || self.transports.contains(&via)
+        matches!(via, Via::Auto | Via::File) || self.transports.contains(&via)
     }
 }

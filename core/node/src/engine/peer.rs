@@ -25,6 +25,8 @@ pub(super) struct PeerInner {
     /// Where to dial it; `None`: it dials us.
     pub(super) address: Option<SocketAddr>,
     pub(super) is_self: bool,
+    /// It stands for the engine's own files.
+    pub(super) is_files: bool,
 }
 
 /// Why a node could not be opened.

@@ -78,6 +78,7 @@ fn transport(via: Via) -> Option<Transport> {
         Via::Local => Transport::new(0),
         Via::Shm => Transport::new(1),
         Via::Tcp => Transport::new(2),
+        Via::File => Transport::new(3),
     }
 }
 
@@ -148,6 +149,10 @@ impl PeerState {
         let mut add = |side, index, via, dialling| {
             paths.extend(path_of(side, index).zip(self.spec(via, dialling)));
         };
+        if self.inner.is_files {
+            add(LaneSide::Dialed, 0, Via::File, Dialling::Ours);
+            return paths;
+        }
         if self.inner.is_self {
             add(LaneSide::Dialed, 0, Via::Local, Dialling::Theirs);
             return paths;
@@ -172,6 +177,9 @@ impl PeerState {
         match via {
             _ if self.is_gone => "the peer was restarted; open it again",
             _ if !options.allows(via) => "the transport is switched off here",
+            Via::File if !self.inner.is_files => "that is memory, no file of this engine",
+            Via::Auto | Via::File if self.inner.is_files => "no link of the file backend could be opened",
+            _ if self.inner.is_files => "files of this engine are moved by `file` only",
             Via::Local => "the peer is another process",
             _ if self.inner.is_self => "the peer is this engine itself",
             Via::Shm if !self.same_host => "the peer runs on another host, or in other namespaces",

@@ -13,6 +13,7 @@ use millpond_core::slab::{Handle, Slab, Slot};
 use millpond_core::time::{Duration, Instant};
 use millpond_core::transfer::{self, Dialling, JobSpec, PathId, SubmitError};
 use millpond_core::wire::hello::{Field, Identity, Refusal as Refused};
+use millpond_hal::backend::file::DriverInfo;
 use millpond_hal::backend::host::Host;
 use millpond_hal::backend::shm::{ShmDevice, ShmOptions};
 use millpond_hal::backend::tcp::{TcpDevice, TcpOptions};
@@ -45,6 +46,8 @@ pub(super) type Brain = transfer::Scheduler<Table<transfer::Job>, Table<transfer
 pub(super) struct Shard {
     pub(super) fabric: Fabric,
     devices: Devices,
+    /// Once the first file was opened.
+    pub(super) files: Option<Files>,
     pub(super) works: Slab<Work, Box<[Slot<Work>]>>,
     /// Which slice goes where, and when.
     pub(super) brain: Brain,
@@ -74,6 +77,13 @@ struct Devices {
     local: DeviceId,
     tcp: Option<DeviceId>,
     shm: Option<DeviceId>,
+}
+
+/// The engine's files: their device, and the peer that stands for them.
+pub(super) struct Files {
+    pub(super) device: DeviceId,
+    pub(super) peer: Handle,
+    pub(super) driver: DriverInfo,
 }
 
 /// A connection that said its hello, to become a lane.
@@ -155,6 +165,7 @@ impl Shard {
         let mut shard = Self {
             fabric,
             devices,
+            files: None,
             works: Slab::new(slots(options.transfers_max)),
             brain: brain(options),
             rows: Vec::new(),
@@ -201,25 +212,36 @@ impl Shard {
         now: Instant,
     ) -> Option<Handle> {
         let is_self = (identity.node, identity.incarnation) == (options.identity.node, options.identity.incarnation);
-        let same_host = identity.host.is_same_host(&options.identity.host);
+        let inner = |key| Arc::new(PeerInner { key, identity, address, is_self, is_files: false });
+        let key = self.add_peer(inner, options, now)?;
+        if let Some(older) = self.by_node.insert(identity.node, key) {
+            self.on_peer_replaced(older);
+        }
+        Some(key)
+    }
+
+    /// Enters a peer that knows its own place, here and at the scheduler. `None`: the table is full.
+    pub(super) fn add_peer(
+        &mut self,
+        inner: impl Fn(Handle) -> Arc<PeerInner>,
+        options: &Options,
+        now: Instant,
+    ) -> Option<Handle> {
         if self.peers.len() == self.peers.capacity() {
             self.forget_idle_peers();
         }
         let brain = self.brain.insert_peer(now)?;
         // The handle goes into the entry, so it is made first and the entry replaced.
-        let blank = Arc::new(PeerInner { key: Handle::default(), identity, address, is_self });
+        let blank = inner(Handle::default());
+        let same_host = blank.identity.host.is_same_host(&options.identity.host);
         let key = self.peers.insert(PeerState::new(blank, brain, same_host, now)).ok()?;
-        let inner = Arc::new(PeerInner { key, identity, address, is_self });
-        *self.peers.get_mut(key)? = PeerState::new(inner, brain, same_host, now);
+        *self.peers.get_mut(key)? = PeerState::new(inner(key), brain, same_host, now);
         let slot = brain.slot as usize;
         if self.brain_peers.len() <= slot {
             self.brain_peers.resize(slot + 1, Handle::default());
         }
         self.brain_peers[slot] = key;
         self.declare(key, options);
-        if let Some(older) = self.by_node.insert(identity.node, key) {
-            self.on_peer_replaced(older);
-        }
         Some(key)
     }
 
@@ -276,7 +298,7 @@ impl Shard {
             let held = peer.inner.identity.incarnation;
             if held == identity.incarnation {
                 if address.is_some() && peer.inner.address.is_none() && !peer.inner.is_self {
-                    let inner = PeerInner { key: known, identity, address, is_self: false };
+                    let inner = PeerInner { key: known, identity, address, is_self: false, is_files: false };
                     peer.inner = Arc::new(inner);
                     self.declare(known, options);
                 }

@@ -49,6 +49,12 @@ pub enum Cause {
         /// What the peer said.
         reason: RefusalReason,
     },
+    /// The file, or what it lies on, failed.
+    #[error("{fault}")]
+    File {
+        /// How.
+        fault: FileFault,
+    },
     /// The named transport does not reach this peer.
     #[error("{via} does not reach this peer ({why}); use `auto` or another transport")]
     NoPath {
@@ -63,6 +69,26 @@ pub enum Cause {
     /// The engine was shut down.
     #[error("the engine was shut down")]
     ShutDown,
+}
+
+/// How a file can fail.
+///
+/// ```
+/// use millpond_node::engine::FileFault;
+/// assert!(FileFault::NoSpace.to_string().contains("free space"));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[non_exhaustive]
+pub enum FileFault {
+    /// The file system is full, or a quota is used up.
+    #[error("the file system of the file is full; free space there")]
+    NoSpace,
+    /// Somebody cut the file.
+    #[error("the file is shorter than its region, somebody cut it; open it again and fill what was lost")]
+    Truncated,
+    /// It could not be read or written.
+    #[error("the file could not be read or written; look at its last error number and at the kernel's log")]
+    Medium,
 }
 
 /// What a peer can hold against a request.
@@ -194,6 +220,12 @@ pub struct TransferError {
 }
 
 impl Report {
+    /// Of a batch of nothing, which is never submitted.
+    pub(super) fn empty() -> Self {
+        let (id, elapsed) = (TransferId(0), Duration::ZERO);
+        Self { outcomes: Vec::new(), batch: Batch::new(), id, elapsed, via: None, retries: 0 }
+    }
+
     /// An outcome per request.
     #[must_use]
     pub fn outcomes(&self) -> &[Outcome] {

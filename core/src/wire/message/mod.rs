@@ -4,6 +4,7 @@
 //! each other. `rpc` is what all families travel in.
 
 pub mod directory;
+pub mod file;
 pub mod rpc;
 pub mod serve;
 pub mod store;
@@ -39,6 +40,7 @@ pub const fn method_name(method: u16) -> Option<&'static str> {
         store::METHOD_PUT => "store.put",
         store::METHOD_GET => "store.get",
         store::METHOD_FACTS => "store.facts",
+        file::METHOD_MOVE => "file.move",
         serve::METHOD_GENERATE => "serve.generate",
         serve::METHOD_PREFILL => "serve.prefill",
         serve::METHOD_LOAD => "serve.load",

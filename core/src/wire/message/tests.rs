@@ -7,6 +7,7 @@ use core::fmt::Debug;
 use prost::Message;
 
 use super::directory::*;
+use super::file::{FileMove, MoveOutcome, MoveReply, MoveRequest};
 use super::store::{
     FactsRequest, GetItem, GetOutcome, GetReply, GetRequest, PutItem, PutOutcome, PutReply, PutRequest, Range,
 };
@@ -33,6 +34,14 @@ fn owner() -> Option<Owner> {
 
 fn location() -> Location {
     Location { node: vec![7; 16], segment: 0, epoch: 5, slot: 11, generation: 2 }
+}
+
+#[test]
+fn what_is_moved_by_the_owner_of_a_file_survives_the_wire() {
+    let moves = vec![FileMove { file_offset: 1 << 40, memory_offset: 7, len: 4096 }, FileMove::default()];
+    survives(MoveRequest { file: vec![1; 64], memory: vec![2; 64], into_file: true, moves, sync: true });
+    let outcome = MoveOutcome { code: 2, is_touched: true, detail: String::from("full") };
+    survives(MoveReply { outcomes: vec![outcome, MoveOutcome::default()] });
 }
 
 #[test]

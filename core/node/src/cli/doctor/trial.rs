@@ -14,7 +14,7 @@ use crate::runtime::{Runtime, Stop};
 /// Target and margins.
 const SCRATCH_LEN: u64 = (TRIAL_LEN + 2 * TRIAL_MARGIN) as u64;
 
-fn said(error: impl ToString) -> String {
+pub(super) fn said(error: impl ToString) -> String {
     error.to_string()
 }
 

@@ -1,0 +1,241 @@
+//! Files for peers: whoever has the token of a file of this node has the node move between it and memory of its own.
+//!
+//! The owner's process moves the bytes, through the buffers of a [`Stager`]. Rights, ranges and epoch are checked by the
+//! fabric at each piece, the capability at each call. It opens nothing for anybody: files are granted by who opened them.
+
+use std::sync::Arc;
+
+use millpond_core::time::{Duration, Instant};
+use millpond_core::wire::hello::Identity;
+use millpond_core::wire::message::file::{
+    CUT, DONE, FileMove, MEDIUM, MEMORY, METHOD_MOVE, MOVES_MAX, MoveOutcome, MoveReply, MoveRequest, NO_SPACE, OTHER,
+    REFUSED,
+};
+use parking_lot::Mutex;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::engine::{
+    AllocateError, AttachError, Cause, Copy, Engine, Failure, Far, FileFault, FileGrant, OutOfBounds, RegionToken,
+    RemoteExtent, RemoteRegion, STAGES, Stager, Status,
+};
+use crate::rpc::{Client, Context, Reason, Refusal, Router, RpcError};
+use crate::runtime::{Runtime, blocking};
+
+/// Calls that are served at a time, each with buffers of its own; more are told to come back.
+const STAGERS: usize = 4;
+/// How long the caller's first lane may take to come after its call.
+const LANE_WITHIN: Duration = Duration::from_secs(1);
+/// When somebody who was turned away may come back.
+const RETRY_AFTER: Duration = Duration::from_millis(20);
+
+/// Moves bytes between files of this node and memory of its callers. Clones are handles of the same one.
+///
+/// Example: `verify/tests/engine_file.rs` (`FileService`).
+#[derive(Clone, Debug)]
+pub struct FileService<R> {
+    engine: Engine<R>,
+    stagers: Arc<Mutex<Vec<Stager<R>>>>,
+    /// Files that may be synced for callers: those that this service was told of.
+    granted: Arc<Mutex<Vec<Arc<FileGrant>>>>,
+}
+
+impl<R: Runtime> FileService<R> {
+    /// A service of this engine's files, with its buffers.
+    pub fn new(engine: &Engine<R>) -> Result<Self, AllocateError> {
+        let stagers = (0..STAGERS).map(|_| Stager::new(engine, STAGES)).collect::<Result<Vec<_>, _>>()?;
+        let (stagers, granted) = (Arc::new(Mutex::new(stagers)), Arc::default());
+        Ok(Self { engine: engine.clone(), stagers, granted })
+    }
+
+    /// Serves a grant of a file, whose token its holders got by any message; until [`FileService::withdraw`].
+    pub fn publish(&self, grant: FileGrant) -> RegionToken {
+        let token = grant.token();
+        self.granted.lock().push(Arc::new(grant));
+        token
+    }
+
+    /// Serves it no longer. Pieces that were not started are refused from then on.
+    pub fn withdraw(&self, token: &RegionToken) {
+        self.granted.lock().retain(|grant| grant.id() != token.region);
+    }
+
+    /// The method of the service, for the node port.
+    #[must_use]
+    pub fn router(&self) -> Router {
+        let service = self.clone();
+        Router::new().call(METHOD_MOVE, move |context: Context, request: MoveRequest| {
+            let service = service.clone();
+            async move { service.serve(context.peer.hello.identity, request).await }
+        })
+    }
+
+    /// Serves one call of `from`.
+    ///
+    /// # Errors
+    /// The call as a whole makes no sense, or there is no room; what single moves came to is in the reply.
+    pub async fn serve(&self, from: Identity, request: MoveRequest) -> Result<MoveReply, Refusal> {
+        if request.moves.len() > MOVES_MAX {
+            let detail = format!("{} moves in one call, the limit is {MOVES_MAX}; send several", request.moves.len());
+            return Err(Refusal::new(Reason::TooLarge, detail));
+        }
+        let (file, memory) = (token(&request.file, "file")?, token(&request.memory, "memory")?);
+        let grant = self.grant(&file)?;
+        let unavailable = |why: String| Refusal::new(Reason::Unavailable, why);
+        let peer =
+            self.engine.peer(&from, LANE_WITHIN).await.map_err(|error| unavailable(format!("no lane: {error}")))?;
+        let attach = |error: AttachError| Refusal::new(Reason::Malformed, error.to_string());
+        let memory = self.engine.attach(&peer, &memory).map_err(attach)?;
+        let there = self.engine.attach(&self.engine.itself(), &file).map_err(attach)?;
+        let copies: Vec<Result<Copy, OutOfBounds>> =
+            request.moves.iter().map(|one| copy(&there, &memory, one, request.into_file)).collect();
+        let wanted: Vec<Copy> = copies.iter().flatten().cloned().collect();
+        let mut stager = Lent::take(&self.stagers)?;
+        let mut statuses = stager.copy(&wanted).await.into_iter();
+        drop(stager);
+        if request.sync && request.into_file {
+            let synced = blocking(self.engine.runtime(), move || grant.region().file().sync()).await;
+            synced.map_err(|error| Refusal::new(Reason::Failed, error.to_string()))?;
+        }
+        let outcomes = copies.into_iter().map(|one| match one {
+            Err(error) => MoveOutcome { code: REFUSED, is_touched: false, detail: error.to_string() },
+            Ok(_) => statuses.next().map_or_else(MoveOutcome::default, |status| outcome(&status)),
+        });
+        Ok(MoveReply { outcomes: outcomes.collect() })
+    }
+
+    /// The grant that the token is of. A token that only looks like it is told so: the lane to the file has proven the right
+    /// one for somebody else perhaps.
+    fn grant(&self, token: &RegionToken) -> Result<Arc<FileGrant>, Refusal> {
+        let granted = self.granted.lock();
+        let found = granted.iter().find(|grant| grant.id() == token.region);
+        let is_right = |grant: &&Arc<FileGrant>| grant.token().capability.matches(&token.capability);
+        let wrong =
+            || Refusal::new(Reason::Malformed, "the token is of no file that is served here; ask for a new one");
+        found.filter(is_right).cloned().ok_or_else(wrong)
+    }
+}
+
+fn outcome(status: &Status) -> MoveOutcome {
+    let Status::Failed(Failure { cause, far }) = status else { return MoveOutcome::default() };
+    let code = match cause {
+        Cause::File { fault: FileFault::NoSpace } => NO_SPACE,
+        Cause::File { fault: FileFault::Truncated } => CUT,
+        Cause::File { .. } => MEDIUM,
+        Cause::Refused { .. } => REFUSED,
+        Cause::LinkLost | Cause::NoProgress | Cause::NoPath { .. } => MEMORY,
+        _ => OTHER,
+    };
+    MoveOutcome { code, is_touched: *far != Far::Untouched, detail: cause.to_string() }
+}
+
+fn token(bytes: &[u8], what: &str) -> Result<RegionToken, Refusal> {
+    let wrong = |_| Refusal::new(Reason::Malformed, format!("the token of the {what} is not 64 bytes long"));
+    RegionToken::read_from_bytes(bytes).map_err(wrong)
+}
+
+fn copy(there: &RemoteRegion, memory: &RemoteRegion, one: &FileMove, into_file: bool) -> Result<Copy, OutOfBounds> {
+    let file: RemoteExtent = there.extent(one.file_offset, one.len)?;
+    let memory = memory.extent(one.memory_offset, one.len)?;
+    Ok(if into_file { Copy { source: memory, target: file } } else { Copy { source: file, target: memory } })
+}
+
+/// A stager that goes back when the call ends, however.
+struct Lent<'a, R> {
+    stager: Option<Stager<R>>,
+    home: &'a Mutex<Vec<Stager<R>>>,
+}
+
+impl<'a, R> Lent<'a, R> {
+    fn take(home: &'a Mutex<Vec<Stager<R>>>) -> Result<Self, Refusal> {
+        let stager = home.lock().pop();
+        let busy = || Refusal::new(Reason::Busy, "all buffers for files are in use").retry_after(RETRY_AFTER);
+        Ok(Self { stager: Some(stager.ok_or_else(busy)?), home })
+    }
+}
+
+impl<R: Runtime> Lent<'_, R> {
+    async fn copy(&mut self, copies: &[Copy]) -> Vec<Status> {
+        match &mut self.stager {
+            Some(stager) => stager.copy(copies).await,
+            None => Vec::new(),
+        }
+    }
+}
+
+impl<R> Drop for Lent<'_, R> {
+    fn drop(&mut self) {
+        self.home.lock().extend(self.stager.take());
+    }
+}
+
+/// A file of another node, by its token: what its owner does for us.
+///
+/// Example: `verify/tests/engine_file.rs` (`RemoteFile`).
+#[derive(Clone, Debug)]
+pub struct RemoteFile<R> {
+    client: Client<R>,
+    token: RegionToken,
+}
+
+impl<R: Runtime> RemoteFile<R> {
+    /// The file that `token` names, moved by the node that `client` calls. A lane to that node must be open, or open here.
+    #[must_use]
+    pub fn new(client: Client<R>, token: RegionToken) -> Self {
+        Self { client, token }
+    }
+
+    /// Moves ranges of our memory, granted to be read, into the file; on stable storage if `sync`. An outcome per move.
+    pub async fn write(
+        &self,
+        memory: &RegionToken,
+        moves: &[FileMove],
+        sync: Sync,
+        deadline: Instant,
+    ) -> Result<Vec<MoveOutcome>, RpcError> {
+        let request = MoveRequest { into_file: true, sync: sync == Sync::Yes, ..self.request(memory, moves) };
+        let reply: MoveReply = self.client.call(METHOD_MOVE, &request, deadline).await?;
+        Ok(reply.outcomes)
+    }
+
+    /// Moves ranges of the file into our memory, granted to be written. An outcome per move.
+    pub async fn read(
+        &self,
+        memory: &RegionToken,
+        moves: &[FileMove],
+        deadline: Instant,
+    ) -> Result<Vec<MoveOutcome>, RpcError> {
+        let reply: MoveReply = self.client.call(METHOD_MOVE, &self.request(memory, moves), deadline).await?;
+        Ok(reply.outcomes)
+    }
+
+    fn request(&self, memory: &RegionToken, moves: &[FileMove]) -> MoveRequest {
+        let bytes = |token: &RegionToken| token.as_bytes().to_vec();
+        let (file, memory) = (bytes(&self.token), bytes(memory));
+        MoveRequest { file, memory, into_file: false, moves: moves.to_vec(), sync: false }
+    }
+}
+
+/// Whether a write waits for stable storage.
+///
+/// ```
+/// use millpond_node::files::Sync;
+/// assert_ne!(Sync::Yes, Sync::No);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sync {
+    /// Done means durable.
+    Yes,
+    /// Done means visible.
+    No,
+}
+
+/// Whether a move that a peer made is done.
+///
+/// ```
+/// use millpond_core::wire::message::file::MoveOutcome;
+/// assert!(millpond_node::files::is_done(&MoveOutcome::default()));
+/// ```
+#[must_use]
+pub fn is_done(outcome: &MoveOutcome) -> bool {
+    outcome.code == DONE
+}
