@@ -15,8 +15,6 @@ mod kernel;
 #[cfg(feature = "llama")]
 pub mod llama;
 pub mod pages;
-#[cfg_attr(target_arch = "x86_64", path = "pairs_x86.rs")]
-#[cfg_attr(not(target_arch = "x86_64"), path = "pairs_plain.rs")]
 mod pairs;
 mod rowwise;
 pub mod sample;
