@@ -493,11 +493,13 @@ impl Tile<'_> {
             lasts: self.lasts.map(|last| if last < end { last } else { -1.0 }),
         };
         if N == 1 {
-            let strips = self.sums.as_chunks_mut().0.iter_mut().enumerate();
-            strips.for_each(|(strip, sums)| part.add::<S, 8, N>(simd, strip, sums));
+            for (strip, sums) in self.sums.as_chunks_mut().0.iter_mut().enumerate() {
+                part.add::<S, 8, N>(simd, strip, sums);
+            }
         } else {
-            let strips = self.sums.as_chunks_mut().0.iter_mut().enumerate();
-            strips.for_each(|(strip, sums)| part.add::<S, 4, N>(simd, strip, sums));
+            for (strip, sums) in self.sums.as_chunks_mut().0.iter_mut().enumerate() {
+                part.add::<S, 4, N>(simd, strip, sums);
+            }
         }
     }
 }

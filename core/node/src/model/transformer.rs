@@ -248,24 +248,30 @@ impl Transformer {
     ) {
         let (group, head_dim) = (self.group(), self.head_dim());
         let row_len = group * head_dim;
-        // Enough tasks that no thread waits long for the last one; each reads all pages, so no more than that.
-        let parts = (2 * self.workers.threads()).div_ceil(self.kv_heads() * places.len());
-        let mut tasks = Vec::with_capacity(self.kv_heads() * (parts * places.len() + total / QUERIES_MAX));
+        // A task reads all pages of its KV head, so most are whole: as many to each thread. The others are shared by all.
+        let threads = self.workers.threads();
+        let whole = self.kv_heads() * places.len() / threads * threads;
+        let mut tasks = Vec::with_capacity(whole + threads * (threads + total / QUERIES_MAX));
         let (mut queries, mut attended) = (queries, attended);
         for kv_head in 0..self.kv_heads() {
-            for rows in places {
+            for (place, rows) in places.iter().enumerate() {
+                let unit = kv_head * places.len() + place;
+                let parts = if unit < whole { 1 } else { threads };
                 let (mut done, most) = (0, rows.count.div_ceil(parts).min(QUERIES_MAX));
                 while done < rows.count {
                     let count = most.min(rows.count - done);
                     let (query, rest) = queries.split_at(count * row_len);
                     let (out, rest_out) = attended.split_at_mut(count * row_len);
-                    tasks.push((kv_head, rows.piece, rows.start + done, query, Some(out)));
+                    let thread = if unit < whole { unit } else { done / most } % threads;
+                    tasks.push((thread, kv_head, rows.piece, rows.start + done, query, Some(out)));
                     (queries, attended) = (rest, rest_out);
                     done += count;
                 }
             }
         }
-        self.workers.each(&mut tasks, 1, |_, (kv_head, piece, start, queries, out)| {
+        // Threads take neighbours.
+        tasks.sort_by_key(|task| task.0);
+        self.workers.each(&mut tasks, 1, |_, (_, kv_head, piece, start, queries, out)| {
             let pages = HeadPages { kv: &*pieces[*piece].kv, layout: &self.card.layout, layer, kv_head: *kv_head };
             if let Some(out) = out.take() {
                 Attention { queries, out, head_dim, group, start: *start }.run(&self.workers, &pages);

@@ -125,10 +125,16 @@ fn each_row_equals_the_plain_chain_however_rows_are_cut() {
 
 #[test]
 fn every_kind_of_vector_gives_the_same_bits() {
-    let wide = Head(64).attend(0..140, &Workers::new(1));
-    let mut scalar = Workers::new(1);
-    scalar.arch = pulp::Arch::Scalar;
-    assert_eq!(bits(&wide), bits(&Head(64).attend(0..140, &scalar)));
+    let mut workers = Workers::new(1);
+    let wide = Head(64).attend(0..140, &workers);
+    #[allow(unused_mut, reason = "some machines have no others")]
+    let mut others = vec![pulp::Arch::Scalar];
+    #[cfg(target_arch = "x86_64")]
+    others.extend(pulp::x86::V3::try_new().map(pulp::Arch::V3));
+    for arch in others {
+        workers.arch = arch;
+        assert_eq!(bits(&wide), bits(&Head(64).attend(0..140, &workers)), "{arch:?}");
+    }
 }
 
 #[test]

@@ -34,10 +34,39 @@ impl<S: Pairs, W: Work> NullaryFnOnce for Call<S, W> {
     }
 }
 
+pulp::simd_type!({
+    /// [`V4`] on a processor that multiplies and adds pairs in one instruction, which the compiler then takes.
+    struct V4Fused {
+        sse: f!("sse"),
+        sse2: f!("sse2"),
+        fxsr: f!("fxsr"),
+        sse3: f!("sse3"),
+        ssse3: f!("ssse3"),
+        sse4_1: f!("sse4.1"),
+        sse4_2: f!("sse4.2"),
+        popcnt: f!("popcnt"),
+        avx: f!("avx"),
+        avx2: f!("avx2"),
+        bmi1: f!("bmi1"),
+        bmi2: f!("bmi2"),
+        fma: f!("fma"),
+        lzcnt: f!("lzcnt"),
+        avx512f: f!("avx512f"),
+        avx512bw: f!("avx512bw"),
+        avx512cd: f!("avx512cd"),
+        avx512dq: f!("avx512dq"),
+        avx512vl: f!("avx512vl"),
+        avx512vnni: f!("avx512vnni"),
+    }
+});
+
 /// Does `work` with the widest vectors of `arch`.
 pub(in super::super) fn dispatch(arch: Arch, work: impl Work) {
     match arch {
-        Arch::V4(simd) => simd.vectorize(Call(simd, work)),
+        Arch::V4(simd) => match V4Fused::try_new() {
+            Some(fused) => fused.vectorize(Call(simd, work)),
+            None => simd.vectorize(Call(simd, work)),
+        },
         Arch::V3(simd) => simd.vectorize(Call(simd, work)),
         _ => work.run(Scalar),
     }
