@@ -93,6 +93,10 @@ impl Runtime for Tokio {
         tokio::time::sleep(span.into())
     }
 
+    fn yield_now(&self) -> impl Future<Output = ()> + Send + use<> {
+        tokio::task::yield_now()
+    }
+
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.handle.spawn(task);
     }

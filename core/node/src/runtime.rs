@@ -7,7 +7,7 @@
 //! Invariants: every future returned by a runtime may be polled from any thread, also from outside that runtime; every
 //! socket is non-blocking and close-on-exec; instants come from CLOCK_BOOTTIME, so they go on while a machine sleeps.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
@@ -68,6 +68,18 @@ pub trait Runtime: Clone + Send + Sync + 'static {
 
     /// Completes once `span` has passed, never earlier; late by the timer's grain (about a millisecond).
     fn sleep(&self, span: Duration) -> impl Future<Output = ()> + Send + use<Self>;
+
+    /// Lets others run first. A runtime that can do so without waking another of its threads should.
+    fn yield_now(&self) -> impl Future<Output = ()> + Send + use<Self> {
+        let mut yielded = false;
+        poll_fn(move |context| {
+            if std::mem::replace(&mut yielded, true) {
+                return Poll::Ready(());
+            }
+            context.waker().wake_by_ref();
+            Poll::Pending
+        })
+    }
 
     /// Runs `task` to its end on the runtime. Dropping nothing stops it: see [`start`] for a task with a handle.
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static);

@@ -37,6 +37,8 @@ pub(super) struct Core {
     timers: Mutex<Timers>,
     driver: AtomicWaker,
     kicked: AtomicBool,
+    /// Whether tasks were woken since the driver looked.
+    woke: AtomicBool,
     /// Until when the driver sleeps on what it armed, in nanoseconds; 0 while it is awake. Set by the driver under
     /// the progress lock, cleared by the driver alone.
     asleep_until: AtomicU64,
@@ -99,6 +101,7 @@ impl Core {
             timers: Mutex::default(),
             driver: AtomicWaker::new(),
             kicked: AtomicBool::new(false),
+            woke: AtomicBool::new(false),
             asleep_until: AtomicU64::new(0),
             is_shut_down: AtomicBool::new(false),
             next_transfer: AtomicU64::new(1),
@@ -131,6 +134,9 @@ impl Core {
         let mut shard = self.desk.try_lock()?;
         self.grant_wishes(&mut shard);
         let worked = shard.turn(&self.options, boot_time());
+        if std::mem::take(&mut shard.woke) {
+            self.woke.store(true, Ordering::Relaxed);
+        }
         self.release(shard);
         Some(worked)
     }
@@ -279,6 +285,12 @@ impl Core {
 
     pub(super) fn on_transfer_over(&self) {
         self.open.fetch_sub(1, Ordering::Relaxed);
+        self.woke.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether tasks were woken since the last call.
+    pub(super) fn take_woke(&self) -> bool {
+        self.woke.load(Ordering::Relaxed) && self.woke.swap(false, Ordering::Relaxed)
     }
 
     pub(super) fn statistics(&self) -> Statistics {
@@ -357,6 +369,7 @@ impl Core {
         let mut timers = self.timers.lock();
         while let Some(entry) = timers.due.first_entry().filter(|entry| entry.key().0 <= now) {
             entry.remove().wake();
+            self.woke.store(true, Ordering::Relaxed);
         }
         timers.due.first_key_value().map_or(Instant::NEVER, |((next, _), _)| *next)
     }

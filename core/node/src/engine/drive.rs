@@ -11,7 +11,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::task::{Context, Poll};
+use std::task::Poll;
 
 use futures::future::{Either, select};
 use millpond_core::time::{Duration, Instant};
@@ -24,21 +24,41 @@ use crate::runtime::{Readiness, Runtime, boot_time, sleep_until};
 
 /// How long the driver stays away after callers were seen driving.
 const STAND_BACK: Duration = Duration::from_millis(1);
-/// How long the driver takes turns that find work before it yields: a yield may wake another thread of the executor.
+/// How long the driver works and spins before it yields, unless it woke a task: a yield wakes another thread of the executor.
 const TURNS_SPAN: Duration = Duration::from_micros(200);
 /// A timed sleep may end so much later than asked: the kernel's slack, and a core that has to wake.
 const OVERSLEPT: Duration = Duration::from_micros(100);
 /// The longest that a caller spins because an end is due.
 const DUE_SPAN_MAX: Duration = Duration::from_micros(400);
+/// Turns that find work without a sleep between them, after which operations flow.
+const FLOWING: u32 = 4;
+/// Spins in a row that may not pay before they become shorter.
+const HICCUPS: u32 = 3;
 /// Short waits in a row that are taken for another kind of wait.
 const SHORT_MAX: u64 = 8;
 /// The longest sleep of a caller; what happened meanwhile without waking it is found then.
 const NAP_MAX: Duration = Duration::from_millis(50);
 
 impl Core {
-    /// How long to spin now. Halved for each time in a row that it did not pay.
+    /// How long to spin now.
     fn spin_span(&self) -> Duration {
-        Duration::from_nanos(self.options.spin.as_nanos() >> self.spins_lost.load(Relaxed).min(5))
+        Duration::from_nanos(self.options.spin.as_nanos() >> self.halvings())
+    }
+
+    /// Between two looks while spinning until `end`. In the second half the core is offered to others: the peer may wait
+    /// for just this one, and a kernel that sees two threads run on it moves one of them.
+    fn relax(&self, now: Instant, end: Instant) {
+        if end.since(now).as_nanos() > self.options.spin.as_nanos() / 2 {
+            std::hint::spin_loop();
+        } else {
+            std::thread::yield_now();
+        }
+    }
+
+    /// How often a span to spin is halved: for each time in a row that it did not pay, but not for a hiccup, or a peer that
+    /// waits as long would be lost as well.
+    fn halvings(&self) -> u32 {
+        self.spins_lost.load(Relaxed).saturating_sub(HICCUPS).min(5)
     }
 
     fn spin_paid(&self) {
@@ -49,7 +69,7 @@ impl Core {
 
     fn spin_lost(&self) {
         let lost = self.spins_lost.load(Relaxed);
-        if lost < 5 {
+        if lost < HICCUPS + 5 {
             self.spins_lost.store(lost + 1, Relaxed);
         }
     }
@@ -76,13 +96,13 @@ impl Core {
             }
             let now = boot_time();
             if now < spin_end {
-                std::hint::spin_loop();
+                self.relax(now, spin_end);
                 continue;
             }
             match self.waits.due(quiet_since).filter(|due| !is_due_awaited && now < due.end) {
                 Some(due) if now < due.start => self.nap(transfer, due.start),
                 Some(due) => {
-                    let span = due.end.since(now).as_nanos() >> self.spins_lost.load(Relaxed).min(5);
+                    let span = due.end.since(now).as_nanos() >> self.halvings();
                     (spin_end, is_due_awaited) = (now + Duration::from_nanos(span), true);
                 }
                 None => {
@@ -204,19 +224,6 @@ impl Drop for Here<'_> {
     }
 }
 
-/// Gives the executor a chance to run others.
-async fn yield_now() {
-    let mut yielded = false;
-    poll_fn(|context: &mut Context<'_>| {
-        if std::mem::replace(&mut yielded, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
-}
-
 /// Completes when somebody kicked the driver.
 async fn kicked(core: &Core) {
     poll_fn(|context| {
@@ -232,6 +239,7 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
     let mut callers_seen = core.caller_turns.load(Relaxed);
     let mut spin_end = Instant::ZERO;
     let mut yield_at = Instant::ZERO;
+    let mut turns_awake = 0;
     while !core.is_shut_down() || core.open_transfers() > 0 {
         let next_timer = core.fire_timers(boot_time());
         for wanted in core.take_wanted() {
@@ -244,38 +252,40 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
             select(pin!(kicked(&core)), pin!(sleep_until(&runtime, until))).await;
             continue;
         }
-        match core.try_turn() {
-            Some(true) => {
-                core.driver_turns.fetch_add(1, Relaxed);
-                core.spin_paid();
-                let now = boot_time();
-                spin_end = now + core.spin_span();
-                if now >= yield_at {
-                    yield_now().await;
-                    yield_at = boot_time() + TURNS_SPAN;
-                }
-                continue;
+        let worked = core.try_turn();
+        let now = boot_time();
+        if worked == Some(true) {
+            core.driver_turns.fetch_add(1, Relaxed);
+            core.spin_paid();
+            spin_end = now + core.spin_span();
+            turns_awake += 1;
+            if turns_awake == FLOWING {
+                readiness = None; // or what arrives would wake another thread of the executor each time
             }
-            _ if boot_time() < spin_end => {
-                yield_now().await;
+        }
+        if now < spin_end {
+            if now >= yield_at || worked != Some(true) && core.take_woke() {
+                runtime.yield_now().await;
                 yield_at = boot_time() + TURNS_SPAN;
-                continue;
+            } else {
+                core.relax(now, spin_end);
             }
-            Some(false) if spin_end != Instant::ZERO => {
-                core.spin_lost();
-                spin_end = Instant::ZERO;
-            }
-            _ => {}
+            continue;
+        }
+        if worked == Some(false) && spin_end != Instant::ZERO {
+            core.spin_lost();
+            spin_end = Instant::ZERO;
         }
         if readiness.is_none() {
             readiness = watch(&runtime, &core);
         }
         match core.arm_driver(next_timer) {
             // Somebody else is at it, or there is work at once.
-            Armed::Now => yield_now().await,
+            Armed::Now => runtime.yield_now().await,
             Armed::Until(until) => {
                 sleep(&runtime, &core, readiness.as_ref(), until.min(next_timer)).await;
                 core.wake_driver();
+                turns_awake = 0;
             }
         }
     }

@@ -81,7 +81,7 @@ impl Shard {
 
     fn on_arrived(&mut self, grant: Handle) {
         if let Some(arrivals) = self.arrivals.get(&grant) {
-            arrivals.on_change(|counter| self.fabric.arrived(grant, counter));
+            self.woke |= arrivals.on_change(|counter| self.fabric.arrived(grant, counter));
         }
     }
 

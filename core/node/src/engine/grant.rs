@@ -118,15 +118,18 @@ struct ArrivalState {
 }
 
 impl Arrivals {
-    /// Counters changed: wakes who waited for that. `count_of` knows them.
-    pub(super) fn on_change(&self, count_of: impl Fn(u64) -> u64) {
-        self.state.lock().waiters.retain(|(wanted, waker)| {
+    /// Counters changed: wakes who waited for that, and says whether anybody did. `count_of` knows them.
+    pub(super) fn on_change(&self, count_of: impl Fn(u64) -> u64) -> bool {
+        let mut state = self.state.lock();
+        let waiting = state.waiters.len();
+        state.waiters.retain(|(wanted, waker)| {
             let is_met = count_of(wanted.counter) >= wanted.amount;
             if is_met {
                 waker.wake_by_ref();
             }
             !is_met
         });
+        state.waiters.len() < waiting
     }
 
     pub(super) fn close(&self) {

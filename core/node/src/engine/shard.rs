@@ -71,6 +71,8 @@ pub(super) struct Shard {
     pub(super) spare_pieces: Vec<Vec<Piece>>,
     spare_rows: Vec<Row>,
     pub(super) outcomes: Vec<HalOutcome>,
+    /// Whether a task was woken that waits for arrivals.
+    pub(super) woke: bool,
 }
 
 struct Devices {
@@ -184,6 +186,7 @@ impl Shard {
             spare_pieces: Vec::new(),
             spare_rows: Vec::new(),
             outcomes: Vec::new(),
+            woke: false,
         };
         let own = shard.own_peer(options, now)?;
         Ok((shard, own))
