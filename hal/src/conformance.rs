@@ -2,14 +2,18 @@
 //!
 //! For authors of backends: make a [`Pair`] of connected fabrics, hand a maker of pairs to [`run`]; it panics with the name
 //! of the case that failed. It tests moves and their endings, not speed. A case that a backend cannot have (a link to oneself
-//! has no peer to lose) is named in a `SKIPPED` line.
+//! has no peer to lose) is named in a `SKIPPED` line. A side's memory may be a device's ([`Supply`]): then the suite never
+//! touches it by CPU, and a backend that does faults.
+
+use std::rc::Rc;
 
 use millpond_core::batch::{Extent, RegionId, RegionToken};
 use millpond_core::time::{Duration, Instant};
 
 use crate::contract::{FarEnd, LinkId, Turn};
 use crate::fabric::{Batch, Completion, Fabric, FabricEvent, FabricWake, PostOptions, Ticket};
-use crate::region::{Region, RegionBuf, RegionBytes};
+use crate::mapping::{Backing, Mapping};
+use crate::region::{Mode, Region, RegionBuf, RegionBytes};
 
 mod endings;
 mod files;
@@ -17,6 +21,7 @@ mod moves;
 mod refusals;
 #[cfg(test)]
 mod tests;
+pub mod untouchable;
 
 pub use files::{MakeFile, run_files};
 
@@ -56,10 +61,32 @@ pub struct Pair {
     pub clock: Clock,
     /// Cuts the connection as the death of `there` would; without it, `there` is dropped.
     pub sever: Option<Box<dyn FnOnce()>>,
+    /// Where memory of `here` comes from; `None`: ordinary host memory.
+    pub supply: Option<Rc<dyn Supply>>,
+    /// The same for `there`.
+    pub supply_there: Option<Rc<dyn Supply>>,
     stopped: bool,
     events: Vec<FabricEvent>,
     events_there: Vec<FabricEvent>,
 }
+
+/// Where the memory of one side comes from, and how to get at its bytes where the CPU may not touch them.
+///
+/// Example: `hal/src/conformance/untouchable.rs`.
+pub trait Supply {
+    /// Zeroed memory of that length.
+    fn mapping(&self, len: u64) -> Mapping;
+
+    /// Copies bytes of such memory out, `offset` within `region`.
+    fn read(&self, region: &Region, offset: u64, into: &mut [u8]);
+
+    /// Copies bytes in.
+    fn write(&self, region: &Region, offset: u64, from: &[u8]);
+}
+
+/// Looks at bytes: by reference where that is possible, else through a supply.
+#[derive(Clone)]
+struct Hands(Option<Rc<dyn Supply>>);
 
 /// Makes pairs, each fresh.
 pub type MakePair<'a> = dyn FnMut() -> Pair + 'a;
@@ -97,6 +124,8 @@ impl Pair {
             link_there: link,
             clock,
             sever: None,
+            supply: None,
+            supply_there: None,
             stopped: false,
             events: Vec::new(),
             events_there: Vec::new(),
@@ -185,11 +214,26 @@ impl Pair {
     }
 
     fn region(&mut self, len: u64) -> Region {
-        self.here.allocate(len, Default::default()).expect("memory for the test")
+        self.region_of(len, Mode::Leased)
     }
 
     fn region_there(&mut self, len: u64) -> Region {
-        self.there().allocate(len, Default::default()).expect("memory for the test")
+        self.region_there_of(len, Mode::Leased)
+    }
+
+    fn region_of(&mut self, len: u64, mode: Mode) -> Region {
+        let mapping = mapping(self.supply.as_deref(), len);
+        self.here.insert_region(mapping, mode).expect("room for a region")
+    }
+
+    fn region_there_of(&mut self, len: u64, mode: Mode) -> Region {
+        let mapping = mapping(self.supply_there.as_deref(), len);
+        self.there().insert_region(mapping, mode).expect("room for a region")
+    }
+
+    /// How the suite gets at bytes of either side.
+    fn hands(&self) -> Hands {
+        Hands(self.supply.clone().or_else(|| self.supply_there.clone()))
     }
 
     fn attach(&mut self, token: RegionToken) -> RegionId {
@@ -231,10 +275,60 @@ fn is_pattern(buffer: &[u8], seed: u64) -> bool {
     buffer.chunks(8).zip(0..).all(|(chunk, at)| *chunk == pattern(seed, at)[..chunk.len()])
 }
 
+fn mapping(supply: Option<&dyn Supply>, len: u64) -> Mapping {
+    match supply {
+        Some(supply) => supply.mapping(len),
+        None => Mapping::new(len, Backing::default()).expect("memory for the test"),
+    }
+}
+
+impl Hands {
+    fn read(&self, region: &Region, offset: u64, into: &mut [u8]) {
+        match &self.0 {
+            Some(supply) if region.is_for_devices() => supply.read(region, offset, into),
+            _ => region.read_at(offset, into).expect("inside a raw region"),
+        }
+    }
+
+    fn write(&self, region: &Region, offset: u64, from: &[u8]) {
+        match &self.0 {
+            Some(supply) if region.is_for_devices() => supply.write(region, offset, from),
+            _ => region.write_at(offset, from).expect("inside a raw region"),
+        }
+    }
+
+    fn view(&self, buffer: &RegionBuf) -> Vec<u8> {
+        if !buffer.region().is_for_devices() {
+            return buffer.to_vec();
+        }
+        let mut bytes = vec![0; buffer.len()];
+        self.read(buffer.region(), buffer.offset(), &mut bytes);
+        bytes
+    }
+
+    fn put(&self, buffer: &mut RegionBuf, bytes: &[u8]) {
+        if buffer.region().is_for_devices() {
+            self.write(buffer.region(), buffer.offset(), bytes);
+        } else {
+            buffer.copy_from_slice(bytes);
+        }
+    }
+
+    fn paint(&self, buffer: &mut RegionBuf, byte: u8) {
+        self.put(buffer, &vec![byte; buffer.len()]);
+    }
+
+    fn filled(&self, region: &Region, offset: u64, len: u64, seed: u64) -> RegionBytes {
+        let mut buffer = region.carve(offset, len).expect("free");
+        let mut bytes = vec![0; buffer.len()];
+        fill(&mut bytes, seed);
+        self.put(&mut buffer, &bytes);
+        buffer.freeze()
+    }
+}
+
 fn filled(region: &Region, offset: u64, len: u64, seed: u64) -> RegionBytes {
-    let mut buffer = region.carve(offset, len).expect("free");
-    fill(&mut buffer, seed);
-    buffer.freeze()
+    Hands(None).filled(region, offset, len, seed)
 }
 
 fn carve(region: &Region, offset: u64, len: u64) -> RegionBuf {

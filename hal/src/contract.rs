@@ -41,7 +41,8 @@
 //!   that link with [`LinkDownReason::Violation`] and nothing else.
 //! - **It can be closed.** After [`Transport::close`] the next `poll` reports `Finished` for every ticket of that link, then
 //!   [`Event::LinkDown`], once. A link that dies by itself does the same. A peer never keeps a device from doing so; the
-//!   kernel may: where it still reads or writes local memory (`file`), both come in the first poll after it let go.
+//!   kernel or an engine that copies may: where it still reads or writes local memory (`file`, `cuda`), both come in the first
+//!   poll after it let go.
 //! - **It does not block or spin.** `post`, `poll`, `cancel`, `close` and `arm` return without waiting for a peer; `poll`
 //!   copies at most `budget_bytes` by CPU, give or take one move's chunk of [`TURN_CHUNK_LEN`].
 //! - **Overlap is refused.** A move whose two sides overlap in one memory (raw regions, link to oneself) may be refused.
@@ -58,7 +59,9 @@ use millpond_core::time::{Duration, Instant};
 
 use crate::file::OpenFile;
 
+mod fence;
 mod refusal;
+pub use fence::{Fence, FenceState};
 pub use refusal::{LinkDownReason, Refusal};
 
 /// The most bytes a device copies by CPU in one turn.
@@ -218,6 +221,8 @@ pub struct Post {
     /// What to bring to stable storage after the writes and before the arrival: an empty range of a region of a kind that
     /// [`Memory::syncs`] names.
     pub sync: Option<RemoteRange>,
+    /// What has to be done on a device before any of it moves, on a device that [`Transport::waits_for_fences`].
+    pub after: Option<Arc<dyn Fence>>,
 }
 
 /// A device did not take a batch; nothing was started and the batch comes back.
@@ -402,7 +407,7 @@ pub unsafe trait Inbound {
 
     /// Where the bytes of `range` are, for a request of the peer on `link`. The pointer is good for `range.len` bytes, for
     /// this access only, until the current `poll` returns: ask again in the next one. Zero-length ranges resolve too. What has
-    /// no address (a file) is [`Refusal::NotShareable`].
+    /// no address for the CPU (a file, memory of a GPU) is [`Refusal::NotShareable`].
     fn resolve(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<NonNull<u8>, Refusal>;
 
     /// Where all bytes of `region`, which the peer on `link` has proven, are: for devices whose peers reach memory by
@@ -466,7 +471,7 @@ pub struct DeviceLimits {
 pub struct RegionMemory {
     /// Its name in the fabric's table.
     pub id: RegionId,
-    /// First byte; dangling for a file, which has no address.
+    /// First byte; dangling for a file, which has no address; an address that only the device knows for memory of a GPU.
     pub base: NonNull<u8>,
     /// Length in bytes.
     pub len: u64,
@@ -474,7 +479,8 @@ pub struct RegionMemory {
     pub kind: MemoryKind,
     /// The file that it is, for [`MemoryKind::File`].
     pub file: Option<Arc<OpenFile>>,
-    /// A sealed descriptor that peers on this host may map read-only; `None` if it cannot be shared.
+    /// A sealed descriptor that peers on this host may map read-only, or, for memory of a GPU, its dma-buf; `None` if it cannot
+    /// be shared.
     pub shared: Option<Arc<OwnedFd>>,
 }
 
@@ -642,6 +648,12 @@ pub unsafe trait Transport {
 
     /// Ends a link: says goodbye if that needs no waiting. The events follow in the next `poll`. Unknown links are ignored.
     fn close(&mut self, link: LinkId, reason: LinkDownReason);
+
+    /// Whether it holds a batch back until its [`Fence`] is passed ([`Post::after`]). Waiting so is progress: it takes as long as
+    /// the work before it takes, and ends with the batch's deadline, a cancel or the link.
+    fn waits_for_fences(&self) -> bool {
+        false
+    }
 
     /// Starts a batch, and pushes it as far as it goes without waiting. An `Err` started nothing.
     ///

@@ -1,7 +1,7 @@
 //! Memory that stays where it is: mappings of this process, and the header page that peers on this host may look at.
 //!
 //! A mapping knows no leases and no rights; [`crate::region`] does. Invariants: `base` is valid for reads and writes of
-//! `len` initialised bytes until the last `Arc` of the mapping is gone; a mapping with a shared descriptor is sealed, so
+//! `len` initialised bytes until the last `Arc` of the mapping is gone, by the CPU unless it is memory of a device; a mapping with a shared descriptor is sealed, so
 //! that nobody can shrink it, grow it, or map it writable a second time.
 #![allow(unsafe_code)]
 
@@ -12,6 +12,7 @@ use std::alloc::Layout;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use millpond_core::batch::MemoryKind;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -102,8 +103,17 @@ pub enum MapError {
 enum Origin {
     Memfd(Arc<OwnedFd>),
     Heap(Layout),
-    Adopted(#[allow(dead_code, reason = "held for its drop")] Box<dyn Send + Sync>),
+    Adopted(#[allow(dead_code, reason = "held for its drop")] Keeper),
+    /// Addressed by devices; where they can be had, a descriptor by which NICs reach it.
+    Device {
+        dmabuf: Option<Arc<OwnedFd>>,
+        #[allow(dead_code, reason = "held for its drop")]
+        keeper: Keeper,
+    },
 }
+
+/// Frees or gives back what was adopted, when it is dropped.
+pub type Keeper = Box<dyn Send + Sync>;
 
 /// Memory of this process that does not move. Freed when the last `Arc` is gone.
 ///
@@ -117,6 +127,7 @@ pub struct Mapping {
     len: usize,
     mapped_len: usize,
     origin: Origin,
+    kind: MemoryKind,
     /// Why it does not have the pages that were preferred.
     downgrade: Option<MapError>,
     /// The NUMA node that its pages come from, if it was bound to one.
@@ -208,15 +219,45 @@ impl Mapping {
     /// # Safety
     /// - `base .. base + len` is initialised and valid for reads and writes until `keeper` is dropped.
     /// - Until then nobody touches it except through this mapping.
-    pub unsafe fn adopt(base: NonNull<u8>, len: NonZeroUsize, keeper: Box<dyn Send + Sync>) -> Self {
-        Self {
-            base,
-            len: len.get(),
-            mapped_len: len.get(),
-            origin: Origin::Adopted(keeper),
-            downgrade: None,
-            node: None,
-        }
+    pub unsafe fn adopt(base: NonNull<u8>, len: NonZeroUsize, keeper: Keeper) -> Self {
+        Self::of(base, len.get(), len.get(), Origin::Adopted(keeper))
+    }
+
+    /// As [`Mapping::adopt`], of page-locked memory that devices reach directly.
+    ///
+    /// # Safety
+    /// - As for `adopt`; and the pages are locked until `keeper` is dropped.
+    pub unsafe fn adopt_pinned(base: NonNull<u8>, len: NonZeroUsize, keeper: Keeper) -> Self {
+        // SAFETY: the caller's promise is the same.
+        let mut mapping = unsafe { Self::adopt(base, len, keeper) };
+        mapping.kind = MemoryKind::Pinned;
+        mapping
+    }
+
+    /// Memory of a device (`cuda:N`, `hip:N`) at that address of its own, with a dma-buf of it if there is one. The CPU never
+    /// touches it: leases of it give no references, and only backends that move its kind take it.
+    ///
+    /// # Safety
+    /// - `base .. base + len` is memory of the device that `kind` names, by the addresses of that device's driver, until
+    ///   `keeper` is dropped; the dma-buf, if any, covers it from its own first byte.
+    /// - Until then nobody touches it except through this mapping, or through what was told of it to others (IPC).
+    #[must_use]
+    pub unsafe fn adopt_device(
+        base: NonNull<u8>,
+        len: NonZeroUsize,
+        kind: MemoryKind,
+        dmabuf: Option<Arc<OwnedFd>>,
+        keeper: Keeper,
+    ) -> Self {
+        let is_device = matches!(kind, MemoryKind::Cuda { .. } | MemoryKind::Hip { .. });
+        assert!(is_device, "memory of kind {kind:?} is not a device's; use `adopt` or `adopt_pinned`");
+        let mut mapping = Self::of(base, len.get(), len.get(), Origin::Device { dmabuf, keeper });
+        mapping.kind = kind;
+        mapping
+    }
+
+    fn of(base: NonNull<u8>, len: usize, mapped_len: usize, origin: Origin) -> Self {
+        Self { base, len, mapped_len, origin, kind: MemoryKind::Host, downgrade: None, node: None }
     }
 
     fn heap(len: usize, rounded: usize) -> Result<Self, MapError> {
@@ -224,7 +265,7 @@ impl Mapping {
         let layout = Layout::from_size_align(rounded, PAGE_LEN).map_err(|_| failed)?;
         // SAFETY: the size is not zero: `rounded_len` refuses zero and rounds up.
         let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or(failed)?;
-        Ok(Self { base, len, mapped_len: rounded, origin: Origin::Heap(layout), downgrade: None, node: None })
+        Ok(Self::of(base, len, rounded, Origin::Heap(layout)))
     }
 
     fn memfd(len: usize, rounded: usize, flags: MemfdFlags) -> Result<Self, MapError> {
@@ -251,8 +292,7 @@ impl Mapping {
         let Some(base) = NonNull::new(base.cast::<u8>()) else {
             return Err(MapError::System { action: "mmap", len: len as u64, code: 12 });
         };
-        let origin = Origin::Memfd(Arc::new(fd));
-        let mapping = Self { base, len, mapped_len: rounded, origin, downgrade: None, node: None };
+        let mapping = Self::of(base, len, rounded, Origin::Memfd(Arc::new(fd)));
         if let Origin::Memfd(fd) = &mapping.origin {
             // After this nobody, peers and ourselves included, maps it writable again or changes its length.
             rustix::fs::fcntl_add_seals(fd, SEALS).map_err(failed("sealing"))?;
@@ -260,10 +300,22 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// First byte.
+    /// First byte; for memory of a device an address that only the device knows.
     #[must_use]
     pub fn base(&self) -> NonNull<u8> {
         self.base
+    }
+
+    /// What sort of memory it is.
+    #[must_use]
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    /// Whether the CPU may read and write it.
+    #[must_use]
+    pub fn is_for_cpu(&self) -> bool {
+        !matches!(self.origin, Origin::Device { .. })
     }
 
     /// Usable bytes, as asked for.
@@ -294,8 +346,12 @@ impl Mapping {
     /// wait for it: about 0.2 ms per MiB, and the memory counts as used from then on. Blocks; contents do not change.
     ///
     /// # Errors
-    /// There are not enough pages, or the system (Linux before 5.14) cannot do this: first use does it then.
+    /// There are not enough pages, or the system (Linux before 5.14) cannot do this: first use does it then. Memory of a device
+    /// is there already.
     pub fn populate(&self, offset: u64, len: u64) -> Result<(), MapError> {
+        if !self.is_for_cpu() {
+            return Ok(());
+        }
         let first = usize::try_from(offset).unwrap_or(usize::MAX).min(self.mapped_len) / PAGE_LEN * PAGE_LEN;
         let end = usize::try_from(offset.saturating_add(len)).unwrap_or(usize::MAX).min(self.mapped_len);
         if end <= first {
@@ -320,6 +376,15 @@ impl Mapping {
             _ => None,
         }
     }
+
+    /// The dma-buf by which a NIC reaches it, if it is memory of a device that gave one.
+    #[must_use]
+    pub fn dmabuf(&self) -> Option<&Arc<OwnedFd>> {
+        match &self.origin {
+            Origin::Device { dmabuf, .. } => dmabuf.as_ref(),
+            _ => None,
+        }
+    }
 }
 
 /// Every shared descriptor carries these seals; a receiver that checks for them cannot be hurt by a shrinking file.
@@ -329,7 +394,7 @@ pub const SEALS: SealFlags =
 impl Drop for Mapping {
     fn drop(&mut self) {
         match &self.origin {
-            Origin::Adopted(_) => {}
+            Origin::Adopted(_) | Origin::Device { .. } => {}
             // SAFETY: allocated in `heap` with this layout; nobody holds a pointer into it: leases hold the `Arc`.
             Origin::Heap(layout) => unsafe { std::alloc::dealloc(self.base.as_ptr(), *layout) },
             // SAFETY: mapped in `memfd` with this length; nobody holds a pointer into it: leases hold the `Arc`.
@@ -345,6 +410,7 @@ impl core::fmt::Debug for Mapping {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.debug_struct("Mapping")
             .field("len", &self.len)
+            .field("kind", &self.kind)
             .field("shared", &self.shared().is_some())
             .finish_non_exhaustive()
     }

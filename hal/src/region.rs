@@ -6,15 +6,16 @@
 //! do the same, and never sees a reference.
 //!
 //! Invariants: no two live leases of a region overlap; a reference to bytes exists only under a lease, and no device or peer
-//! writes under a lease unless the lease itself was handed to the fabric.
+//! writes under a lease unless the lease itself was handed to the fabric. Memory of a device (`cuda:N`) is leased, granted and
+//! posted like any other, and nobody gets a reference to it or copies it by CPU.
 #![allow(unsafe_code)]
 
 use core::fmt;
-use core::ops::{Deref, DerefMut, RangeBounds};
+use core::ops::{Bound, Deref, DerefMut, RangeBounds};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use millpond_core::batch::{Extent, RegionId, Rights};
+use millpond_core::batch::{Extent, MemoryKind, RegionId, Rights};
 use parking_lot::Mutex;
 
 use crate::copy::{copy, copy_in};
@@ -69,6 +70,9 @@ pub enum LeaseError {
     /// The region is raw (leases asked for), or leased (raw access asked for).
     #[error("a raw region is read and written by copies, a leased one through leases; use the other kind of region")]
     WrongMode,
+    /// The memory is a device's.
+    #[error("memory of kind {0:?} is not the CPU's to touch; move it to host memory first")]
+    NotForCpu(MemoryKind),
 }
 
 /// How the memory of a region is used. See the [module](self).
@@ -160,6 +164,24 @@ impl Region {
         self.len() == 0
     }
 
+    /// What sort of memory it is.
+    #[must_use]
+    pub fn kind(&self) -> MemoryKind {
+        self.0.mapping.kind()
+    }
+
+    /// Address of its first byte, as a number: what a framework names memory of a device by.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.0.mapping.base().addr().get()
+    }
+
+    /// Whether only devices touch it: no reference to it and no copy of it by CPU is to be had.
+    #[must_use]
+    pub fn is_for_devices(&self) -> bool {
+        !self.0.mapping.is_for_cpu()
+    }
+
     /// How it is used.
     #[must_use]
     pub fn mode(&self) -> Mode {
@@ -214,6 +236,9 @@ impl Region {
         if matches!(self.0.state, State::Leased(_)) {
             return Err(LeaseError::WrongMode);
         }
+        if !self.0.mapping.is_for_cpu() {
+            return Err(LeaseError::NotForCpu(self.kind()));
+        }
         let (len, region_len) = (len as u64, self.len());
         if offset.checked_add(len).is_none_or(|end| end > region_len) {
             return Err(LeaseError::OutOfBounds { offset, len, region_len });
@@ -233,7 +258,7 @@ impl Region {
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<(), LeaseError> {
         let source = self.checked_raw(offset, into.len())?;
         // SAFETY:
-        // - in range: `checked_raw` compared offset and length with the mapping's; `into` is a slice of that length.
+        // - in range: `checked_raw` compared offset and length with the mapping's, which is the CPU's; `into` is as long.
         // - no overlap: nobody has a reference into a raw region, so `into` is elsewhere.
         // - all access to a raw region goes through `copy` or a device: see `Mode::Raw`.
         unsafe { copy(source, into.as_mut_ptr(), into.len()) };
@@ -329,6 +354,12 @@ impl Lease {
     fn pointer(&self) -> *mut u8 {
         self.region.0.pointer(self.offset)
     }
+
+    /// Panics unless the CPU may touch it: who holds a lease knows what was allocated, and no peer decides it.
+    fn assert_for_cpu(&self) {
+        let kind = self.region.kind();
+        assert!(self.region.0.mapping.is_for_cpu(), "{}", LeaseError::NotForCpu(kind));
+    }
 }
 
 impl Drop for Lease {
@@ -338,7 +369,7 @@ impl Drop for Lease {
 }
 
 /// An exclusive range of a region: read and write it, then [`RegionBuf::freeze`] it, post a read into it, or grant it to
-/// peers. Given back on drop; the bytes stay as they are.
+/// peers. Given back on drop; the bytes stay as they are. Looking at bytes of a device's memory panics.
 ///
 /// ```
 /// use millpond_hal::mapping::{Backing, Mapping};
@@ -365,6 +396,18 @@ impl RegionBuf {
     #[must_use]
     pub fn offset(&self) -> u64 {
         self.lease.offset
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.lease.len as usize
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.lease.len == 0
     }
 
     /// Shares it read-only from now on.
@@ -421,8 +464,9 @@ impl RegionBuf {
 impl Deref for RegionBuf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
+        self.lease.assert_for_cpu();
         // SAFETY:
-        // - valid and initialised: the range was checked in `carve`; the mapping lives as long as `region`.
+        // - valid and initialised: the range was checked in `carve`; the mapping lives as long as `region`, and is the CPU's.
         // - nobody writes: this lease is exclusive, and devices and peers write only under leases moved to the fabric.
         unsafe { core::slice::from_raw_parts(self.lease.pointer(), self.lease.len as usize) }
     }
@@ -430,6 +474,7 @@ impl Deref for RegionBuf {
 
 impl DerefMut for RegionBuf {
     fn deref_mut(&mut self) -> &mut [u8] {
+        self.lease.assert_for_cpu();
         // SAFETY: as in `deref`; and nobody reads: peers read only what was frozen and granted, or raw regions.
         unsafe { core::slice::from_raw_parts_mut(self.lease.pointer(), self.lease.len as usize) }
     }
@@ -441,7 +486,8 @@ impl fmt::Debug for RegionBuf {
     }
 }
 
-/// A shared read-only range of a region. Clones and slices are cheap; the range is given back with the last of them.
+/// A shared read-only range of a region. Clones and slices are cheap; the range is given back with the last of them. Looking
+/// at bytes of a device's memory panics.
 ///
 /// ```
 /// use millpond_hal::mapping::{Backing, Mapping};
@@ -473,13 +519,33 @@ impl RegionBytes {
         self.lease.offset + self.offset
     }
 
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// Part of it. Panics when the range is not inside, like a slice.
     #[must_use]
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Self {
-        let (start, end) = (range.start_bound().cloned(), range.end_bound().cloned());
-        let part = &self[(start, end)];
-        let skipped = part.as_ptr().addr() - self.as_ptr().addr();
-        Self { lease: Arc::clone(&self.lease), offset: self.offset + skipped as u64, len: part.len() as u64 }
+        let start = match range.start_bound() {
+            Bound::Included(&start) => start,
+            Bound::Excluded(&before) => before + 1,
+            Bound::Unbounded => 0,
+        };
+        let end = match range.end_bound() {
+            Bound::Included(&last) => last + 1,
+            Bound::Excluded(&end) => end,
+            Bound::Unbounded => self.len(),
+        };
+        assert!(start <= end && end <= self.len(), "{start}..{end} is not inside {} bytes", self.len());
+        Self { lease: Arc::clone(&self.lease), offset: self.offset + start as u64, len: (end - start) as u64 }
     }
 
     /// The exclusive buffer back, if this is the only holder and covers all that was frozen; otherwise itself.
@@ -501,8 +567,10 @@ impl RegionBytes {
 impl Deref for RegionBytes {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
+        self.lease.assert_for_cpu();
         // SAFETY:
-        // - valid and initialised: inside the lease's range, which `carve` checked; the mapping lives as long as the lease.
+        // - valid and initialised: inside the lease's range, which `carve` checked; the mapping lives as long as the lease, and
+        //   is the CPU's.
         // - nobody writes: the lease is frozen, so no `RegionBuf` of it exists, and devices and peers only read frozen bytes.
         unsafe { core::slice::from_raw_parts(self.pointer(), self.len as usize) }
     }

@@ -1,8 +1,6 @@
 //! How batches end that do not run to their end: cancelled, revoked, orphaned, cut off.
 
-use super::{
-    Case, EVERY_STEP_MAX, MakePair, PROGRESS_DEADLINE, Pair, assert_honest, carve, extent, filled, is_pattern,
-};
+use super::{Case, EVERY_STEP_MAX, MakePair, PROGRESS_DEADLINE, Pair, assert_honest, carve, extent, is_pattern};
 use crate::contract::{End, LinkDownReason, Refusal};
 use crate::fabric::{Batch, Completion, FabricEvent, Grant, PostError, PostOptions, Ticket};
 use crate::region::Region;
@@ -33,13 +31,14 @@ struct Write {
 
 /// A write in six pieces, in flight, with an arrival.
 fn start_write(pair: &mut Pair) -> Write {
+    let hands = pair.hands();
     let (region, region_there) = (pair.region(LEN), pair.region_there(LEN));
     let grant = pair.there().grant_write(vec![carve(&region_there, 0, LEN)]).unwrap();
     let there = pair.attach(grant.token());
     let mut batch = Batch::new();
     for n in 0..PIECES {
         let len = LEN / PIECES;
-        batch.write(filled(&region, n * len, len, n + 1), extent(there, n * len, len));
+        batch.write(hands.filled(&region, n * len, len, n + 1), extent(there, n * len, len));
     }
     batch.arrival(there, 0, 1);
     let ticket = pair.post(batch);
@@ -47,8 +46,9 @@ fn start_write(pair: &mut Pair) -> Write {
 }
 
 fn start_read(pair: &mut Pair, seed: u64) -> (Ticket, crate::fabric::ReadGrant, RegionId, Region) {
+    let hands = pair.hands();
     let (region, region_there) = (pair.region(LEN), pair.region_there(LEN));
-    let grant = pair.there().grant_read(vec![filled(&region_there, 0, LEN, seed)]).unwrap();
+    let grant = pair.there().grant_read(vec![hands.filled(&region_there, 0, LEN, seed)]).unwrap();
     let there = pair.attach(grant.token());
     let mut batch = Batch::new();
     batch.read(extent(there, 0, LEN), carve(&region, 0, LEN));
@@ -100,14 +100,14 @@ fn cancel_a_write(make: &mut MakePair<'_>) {
         }
         let id = write.grant.id();
         let arrived = pair.there().arrived(id, 0);
-        let target = pair.there().close(write.grant).pop().unwrap();
-        check_write(&completion, &target, arrived);
-        let before = target.to_vec();
+        let (target, hands) = (pair.there().close(write.grant).pop().unwrap(), pair.hands());
+        let before = hands.view(&target);
+        check_write(&completion, &before, arrived);
         // Quiet here: the source is ours again, and nothing of it goes out any more.
         drop(completion);
-        write.region.carve(0, LEN).unwrap().fill(0xFF);
+        hands.paint(&mut write.region.carve(0, LEN).unwrap(), 0xFF);
         pair.steps(30);
-        assert!(before == target[..], "the far end changed after quiet");
+        assert!(before == hands.view(&target), "the far end changed after quiet");
     });
 }
 
@@ -122,10 +122,11 @@ fn cancel_a_read(make: &mut MakePair<'_>) {
         let completion = pair.end(ticket);
         let done = completion.is_done();
         let mut target = super::buffer_of(completion, 0);
-        assert!(!done || is_pattern(&target, 5));
-        target.fill(0xAB);
+        let hands = pair.hands();
+        assert!(!done || is_pattern(&hands.view(&target), 5));
+        hands.paint(&mut target, 0xAB);
         pair.steps(30);
-        assert!(target.iter().all(|&byte| byte == 0xAB), "local memory changed after quiet");
+        assert!(hands.view(&target).iter().all(|&byte| byte == 0xAB), "local memory changed after quiet");
         if ended {
             return;
         }
@@ -134,11 +135,12 @@ fn cancel_a_read(make: &mut MakePair<'_>) {
 
 fn deadlines(make: &mut MakePair<'_>) {
     let mut pair = make();
+    let hands = pair.hands();
     let (region, region_there) = (pair.region(LEN), pair.region_there(LEN));
     let grant = pair.there().grant_write(vec![carve(&region_there, 0, LEN)]).unwrap();
     let there = pair.attach(grant.token());
     let mut batch = Batch::new();
-    batch.write(filled(&region, 0, LEN, 1), extent(there, 0, LEN));
+    batch.write(hands.filled(&region, 0, LEN, 1), extent(there, 0, LEN));
     let (now, link) = (pair.now(), pair.link);
     let ticket = pair.here.post(now, link, batch, PostOptions::until(now)).unwrap();
     let outcome = pair.end(ticket).outcome(0);
@@ -149,11 +151,11 @@ fn close_a_grant(make: &mut MakePair<'_>) {
     at_every_step(make, |mut pair, write, _| {
         let id = write.grant.id();
         let arrived = pair.there().arrived(id, 0);
-        let target = pair.there().close(write.grant).pop().unwrap();
-        let before = target.to_vec();
+        let (target, hands) = (pair.there().close(write.grant).pop().unwrap(), pair.hands());
+        let before = hands.view(&target);
         let completion = pair.end(write.ticket);
         pair.steps(30);
-        assert!(before == target[..], "bytes were written after the grant was closed");
+        assert!(before == hands.view(&target), "bytes were written after the grant was closed");
         for n in 0..PIECES as usize {
             let outcome = completion.outcome(n);
             let told = matches!(outcome.end, End::Done | End::Refused(Refusal::Stale) | End::LinkDown(_));
@@ -162,7 +164,7 @@ fn close_a_grant(make: &mut MakePair<'_>) {
         if !completion.is_done() {
             assert_eq!(arrived, 0);
         }
-        check_pieces(&completion, &target);
+        check_pieces(&completion, &before);
         drop(write.region_there);
     });
 }
@@ -186,12 +188,13 @@ fn revoke_a_read(make: &mut MakePair<'_>) {
         pair.steps(step);
         let ended = pair.here.is_finished(&ticket);
         pair.there().revoke(grant);
-        region_there.carve(0, LEN).expect("revoked memory is free").fill(0xCD);
+        let hands = pair.hands();
+        hands.paint(&mut region_there.carve(0, LEN).expect("revoked memory is free"), 0xCD);
         let completion = pair.end(ticket);
         let end = completion.outcome(0).end;
         let target = super::buffer_of(completion, 0);
         match end {
-            End::Done => assert!(is_pattern(&target, 5), "done with bytes of somebody else"),
+            End::Done => assert!(is_pattern(&hands.view(&target), 5), "done with bytes of somebody else"),
             // A checksum may notice before the table is asked.
             End::Refused(Refusal::Stale | Refusal::Damaged) | End::LinkDown(_) => {}
             other => panic!("{other:?}"),
@@ -211,7 +214,7 @@ fn dropped_waiter(make: &mut MakePair<'_>) {
     pair.until("the orphan's arrival", |pair| pair.there().arrived(id, 0) == 1);
     pair.until("the orphan's end", |_| region.lease_count() == 0);
     assert!(!pair.events.iter().any(|event| matches!(event, FabricEvent::Finished(_))), "nobody hears of an orphan");
-    let target = pair.there().close(grant).pop().unwrap();
+    let target = pair.hands().view(&pair.there().close(grant)[0]);
     assert!(is_pattern(&target[..(LEN / PIECES) as usize], 1));
     assert_eq!(pair.here.in_flight(), 0);
 }
@@ -259,13 +262,13 @@ fn stopped_peer(make: &mut MakePair<'_>) {
     assert!(waited < PROGRESS_DEADLINE.saturating_mul(2) + Duration::from_secs(1), "waited {waited}");
     assert!(matches!(completion.outcome(5).end, End::LinkDown(LinkDownReason::Stalled)), "{completion:?}");
     drop(completion);
-    write.region.carve(0, LEN).expect("quiet here").fill(0xFF);
+    pair.hands().paint(&mut write.region.carve(0, LEN).expect("quiet here"), 0xFF);
     // It wakes up late, and must not take for the batch's what is no longer the batch's.
     let id = write.grant.id();
     pair.stopped = false;
     pair.steps(50);
     let arrived = pair.there().arrived(id, 0);
-    let target = pair.there().close(write.grant).pop().unwrap();
+    let target = pair.hands().view(&pair.there().close(write.grant)[0]);
     if arrived > 0 {
         let len = (LEN / PIECES) as usize;
         assert!(

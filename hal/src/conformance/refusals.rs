@@ -2,7 +2,7 @@
 
 use millpond_core::batch::{Capability, RegionToken, Rights};
 
-use super::{Case, MakePair, Pair, carve, extent, filled, is_pattern};
+use super::{Case, MakePair, Pair, carve, extent, is_pattern};
 use crate::contract::{Access, End, FarEnd, Outcome, Refusal};
 use crate::fabric::{Batch, Completion, PostError, PostOptions, ReleaseError};
 
@@ -18,10 +18,10 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 fn write_once(pair: &mut Pair, token: RegionToken, offset: u64, len: u64) -> Completion {
-    let region = pair.region(len.max(1));
+    let (region, hands) = (pair.region(len.max(1)), pair.hands());
     let there = pair.attach(token);
     let mut batch = Batch::new();
-    batch.write(filled(&region, 0, len, 77), extent(there, offset, len));
+    batch.write(hands.filled(&region, 0, len, 77), extent(there, offset, len));
     pair.run_batch(batch)
 }
 
@@ -36,9 +36,10 @@ fn forged_tokens(make: &mut MakePair<'_>) {
     ];
     for (expected, forge) in forgeries {
         let mut pair = make();
+        let hands = pair.hands();
         let region_there = pair.region_there(300_000);
         let mut target = carve(&region_there, 1000, 200_000);
-        target.fill(0x33);
+        hands.paint(&mut target, 0x33);
         let grant = pair.there().grant_write(vec![target]).unwrap();
         let mut token = grant.token();
         forge(&mut token);
@@ -59,10 +60,10 @@ fn forged_tokens(make: &mut MakePair<'_>) {
         assert!(unproven || outcome == Outcome::refused(expected), "{expected}: {outcome:?}");
         // The link lives on.
         assert!(write_once(&mut pair, grant.token(), 1000, 10).is_done());
-        let target = pair.there().close(grant).pop().unwrap();
+        let target = hands.view(&pair.there().close(grant)[0]);
         assert!(is_pattern(&target[..10], 77) && target[10..].iter().all(|&byte| byte == 0x33), "{expected}");
         let around = [carve(&region_there, 0, 1000), carve(&region_there, 201_000, 1000)];
-        assert!(around.iter().all(|bytes| bytes.iter().all(|&byte| byte == 0)), "{expected}");
+        assert!(around.iter().all(|bytes| hands.view(bytes).iter().all(|&byte| byte == 0)), "{expected}");
     }
 }
 
@@ -77,27 +78,28 @@ fn gaps(make: &mut MakePair<'_>) {
     }
     assert!(write_once(&mut pair, token, 200, 100).is_done() && write_once(&mut pair, token, 0, 100).is_done());
     let gap = carve(&region_there, 100, 100);
-    assert!(gap.iter().all(|&byte| byte == 0));
+    assert!(pair.hands().view(&gap).iter().all(|&byte| byte == 0));
 }
 
 fn siblings(make: &mut MakePair<'_>) {
     let mut pair = make();
+    let hands = pair.hands();
     let (region, region_there) = (pair.region(4096), pair.region_there(8192));
     let grant = pair.there().grant_write(vec![carve(&region_there, 0, 100), carve(&region_there, 200, 100)]).unwrap();
-    let read_grant = pair.there().grant_read(vec![filled(&region_there, 4096, 100, 6)]).unwrap();
+    let read_grant = pair.there().grant_read(vec![hands.filled(&region_there, 4096, 100, 6)]).unwrap();
     let (good, mut forged) = (grant.token(), read_grant.token());
     forged.capability = Capability::new([1; 16]);
     let (good, forged, readable) = (pair.attach(good), pair.attach(forged), pair.attach(read_grant.token()));
     let mut batch = Batch::new();
-    batch.write(filled(&region, 0, 50, 1), extent(good, 0, 50));
-    batch.write(filled(&region, 100, 50, 2), extent(good, 120, 50));
+    batch.write(hands.filled(&region, 0, 50, 1), extent(good, 0, 50));
+    batch.write(hands.filled(&region, 100, 50, 2), extent(good, 120, 50));
     batch.read(extent(readable, 4096, 100), carve(&region, 1000, 100));
-    batch.write(filled(&region, 200, 50, 3), extent(good, 210, 50));
+    batch.write(hands.filled(&region, 200, 50, 3), extent(good, 210, 50));
     let completion = pair.run_batch(batch);
     let outcomes: Vec<_> = (0..4).map(|index| completion.outcome(index)).collect();
     let done = Outcome::DONE;
     assert_eq!(outcomes, [done, Outcome::refused(Refusal::OutOfBounds), done, done]);
-    assert!(is_pattern(&super::buffer_of(completion, 2), 6));
+    assert!(is_pattern(&hands.view(&super::buffer_of(completion, 2)), 6));
     let mut batch = Batch::new();
     batch.read(extent(forged, 4096, 100), carve(&region, 1000, 100));
     // Proof is per link and region: the forged token adds nothing to it, and takes nothing away.
@@ -108,17 +110,18 @@ fn siblings(make: &mut MakePair<'_>) {
     batch.read(extent(readable, 4096, 100), carve(&region, 1000, 100));
     assert!(pair.run_batch(batch).is_done());
     let targets = pair.there().close(grant);
-    assert!(is_pattern(&targets[0][..50], 1) && is_pattern(&targets[1][10..60], 3));
+    assert!(is_pattern(&hands.view(&targets[0])[..50], 1) && is_pattern(&hands.view(&targets[1])[10..60], 3));
 }
 
 fn no_arrival_after_refusal(make: &mut MakePair<'_>) {
     let mut pair = make();
+    let hands = pair.hands();
     let (region, region_there) = (pair.region(4096), pair.region_there(4096));
     let grant = pair.there().grant_write(vec![carve(&region_there, 0, 100), carve(&region_there, 200, 100)]).unwrap();
     let there = pair.attach(grant.token());
     let mut batch = Batch::new();
-    batch.write(filled(&region, 0, 10, 1), extent(there, 0, 10));
-    batch.write(filled(&region, 10, 10, 1), extent(there, 150, 10));
+    batch.write(hands.filled(&region, 0, 10, 1), extent(there, 0, 10));
+    batch.write(hands.filled(&region, 10, 10, 1), extent(there, 150, 10));
     batch.arrival(there, 0, 1);
     assert!(!pair.run_batch(batch).is_done());
     pair.steps(20);
@@ -145,10 +148,11 @@ fn counters_full(make: &mut MakePair<'_>) {
 
 fn checked_here(make: &mut MakePair<'_>) {
     let mut pair = make();
+    let hands = pair.hands();
     let (region, region_there) = (pair.region(4096), pair.region_there(4096));
     let grant = pair.there().grant_write(vec![carve(&region_there, 0, 100)]).unwrap();
     let there = pair.attach(grant.token());
-    let bytes = filled(&region, 0, 50, 1);
+    let bytes = hands.filled(&region, 0, 50, 1);
     let (now, link) = (pair.now(), pair.link);
     let mut refused = |batch: Batch| {
         let requests = batch.len();
@@ -178,6 +182,7 @@ fn checked_here(make: &mut MakePair<'_>) {
 
 fn closed_grants(make: &mut MakePair<'_>) {
     let mut pair = make();
+    let hands = pair.hands();
     let region_there = pair.region_there(4096);
     let grant = pair.there().grant_write(vec![carve(&region_there, 0, 100)]).unwrap();
     let token = grant.token();
@@ -188,7 +193,7 @@ fn closed_grants(make: &mut MakePair<'_>) {
     let other = pair.there().grant_write(vec![carve(&region_there, 200, 100)]).unwrap();
     assert_eq!(write_once(&mut pair, token, 0, 100).outcome(0), Outcome::refused(Refusal::Stale));
     drop(other);
-    let read_grant = pair.there().grant_read(vec![filled(&region_there, 0, 100, 1)]).unwrap();
+    let read_grant = pair.there().grant_read(vec![hands.filled(&region_there, 0, 100, 1)]).unwrap();
     let there = pair.attach(read_grant.token());
     drop(read_grant);
     pair.steps(3);
@@ -201,17 +206,18 @@ fn closed_grants(make: &mut MakePair<'_>) {
 
 fn released_in_flight(make: &mut MakePair<'_>) {
     let mut pair = make();
+    let hands = pair.hands();
     let (region, region_there) = (pair.region(1 << 20), pair.region_there(1 << 20));
     let grant = pair.there().grant_write(vec![carve(&region_there, 0, 1 << 20)]).unwrap();
     let there = pair.attach(grant.token());
     let mut batch = Batch::new();
-    batch.write(filled(&region, 0, 1 << 20, 1), extent(there, 0, 1 << 20));
+    batch.write(hands.filled(&region, 0, 1 << 20, 1), extent(there, 0, 1 << 20));
     let ticket = pair.post(batch);
     let refused = pair.here.release(region).unwrap_err();
     assert!(matches!(refused.reason, ReleaseError::Leased { leases: 1, .. }), "{refused:?}");
     assert!(pair.here.detach(there).is_err());
     let region = refused.region;
-    let raw = pair.here.allocate(1 << 20, crate::fabric::AllocateOptions::raw(Rights::NONE)).unwrap();
+    let raw = pair.region_of(1 << 20, crate::region::Mode::Raw(Rights::NONE));
     let mut batch = Batch::new();
     batch.write_raw(raw.extent(0, 1 << 20), extent(there, 0, 1 << 20));
     let raw_ticket = pair.post(batch);

@@ -7,11 +7,14 @@ use std::sync::Arc;
 use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken};
 use millpond_core::time::Instant;
 
+use super::untouchable::Untouchable;
 use super::{Clock, PROGRESS_DEADLINE, Pair, run};
 use crate::backend::host::Host;
 use crate::contract::*;
 use crate::fabric::{Fabric, FabricOptions, LinkOptions};
 use crate::mapping::HeaderPage;
+
+const GPU: MemoryKind = MemoryKind::Cuda { device: 0 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bug {
@@ -32,12 +35,16 @@ enum Bug {
     FinishesTwice,
     /// The last byte stays behind.
     DropsTheLastByte,
+    /// It takes addresses of a device for the CPU's.
+    TouchesTheDevice,
 }
 
 struct Buggy {
     host: Host,
     bug: Bug,
     kept: Option<NonNull<u8>>,
+    /// The device whose memory it moves, if it is to play one.
+    device: Option<Untouchable>,
 }
 
 // SAFETY: `kept` blocks Send; it is used by the thread that polls only. (The bug is that it is used at all.)
@@ -107,12 +114,15 @@ unsafe impl Inbound for Twisted<'_> {
 // SAFETY: `Host` keeps the contract, and this breaks it on purpose, in tests that keep all memory mapped.
 unsafe impl Memory for Buggy {
     fn moves(&self, local: MemoryKind, remote: MemoryKind) -> bool {
-        self.host.moves(local, remote)
+        self.host.moves(local, remote) || (self.device.is_some() && local == GPU && remote == MemoryKind::Host)
     }
     fn share_header(&mut self, header: &Arc<HeaderPage>) {
         self.host.share_header(header);
     }
     unsafe fn register(&mut self, memory: &RegionMemory) -> Result<(), RegisterError> {
+        if memory.kind == GPU && self.device.is_some() {
+            return Ok(());
+        }
         // SAFETY: the same duty.
         unsafe { self.host.register(memory) }
     }
@@ -141,7 +151,11 @@ unsafe impl Transport for Buggy {
             // The range that will be refused is left out, so that nothing is.
             post.moves.retain(|posted| posted.remote.offset != 150);
         }
-        // SAFETY: the same duty.
+        if let (Some(device), false) = (&self.device, self.bug == Bug::TouchesTheDevice) {
+            let reach = |local| device.reach(local).unwrap_or(local);
+            post.moves.iter_mut().for_each(|posted| posted.local = reach(posted.local));
+        }
+        // SAFETY: the same duty; where a device is played, the second mapping of the same memory.
         unsafe { self.host.post(now, post) }
     }
     fn cancel(&mut self, now: Instant, ticket: TicketId) {
@@ -177,7 +191,7 @@ unsafe impl Device for Buggy {
 fn conforms(bug: Bug) -> bool {
     let make = || {
         let mut fabric = Fabric::new(FabricOptions::new([1; 32])).unwrap();
-        let buggy = Buggy { host: Host::new(), bug, kept: None };
+        let buggy = Buggy { host: Host::new(), bug, kept: None, device: None };
         let device = fabric.add_device(Box::new(buggy)).unwrap();
         let options = LinkOptions::with_progress_deadline(PROGRESS_DEADLINE);
         let link = fabric.open(Instant::ZERO, device, Connection::Loopback, options).unwrap();
@@ -205,4 +219,46 @@ fn every_seeded_bug_is_found() {
     ];
     let missed: Vec<Bug> = bugs.into_iter().filter(|bug| conforms(*bug)).collect();
     assert!(missed.is_empty(), "not found: {missed:?}");
+}
+
+/// A link to oneself over a backend that plays a device, whose memory is the local side of every move.
+fn with_device_memory(bug: Bug) -> Pair {
+    let device = Untouchable::new(GPU);
+    let mut fabric = Fabric::new(FabricOptions::new([1; 32])).unwrap();
+    let buggy = Buggy { host: Host::new(), bug, kept: None, device: Some(device.clone()) };
+    let added = fabric.add_device(Box::new(buggy)).unwrap();
+    let options = LinkOptions::with_progress_deadline(PROGRESS_DEADLINE);
+    let link = fabric.open(Instant::ZERO, added, Connection::Loopback, options).unwrap();
+    let mut pair = Pair::alone(fabric, link, Clock::Virtual(Instant::ZERO));
+    pair.supply = Some(std::rc::Rc::new(device));
+    pair
+}
+
+#[test]
+fn a_backend_that_reaches_device_memory_as_a_device_does_conforms() {
+    // Moves whose sides are both local: what both sides post goes from host memory to the device's, which it does not move.
+    let mut make = || with_device_memory(Bug::None);
+    for (name, case) in super::moves::CASES.iter().chain(super::endings::CASES) {
+        if *name != "both sides post at once" {
+            case(&mut make);
+        }
+    }
+}
+
+/// Runs by itself in another process, and dies there.
+#[test]
+#[ignore = "it is meant to die: `a_backend_that_touches_device_memory_by_cpu_is_found` runs it"]
+fn touches_device_memory() {
+    run(&mut || with_device_memory(Bug::TouchesTheDevice));
+}
+
+#[test]
+fn a_backend_that_touches_device_memory_by_cpu_is_found() {
+    use std::os::unix::process::ExitStatusExt;
+    let test = "conformance::tests::touches_device_memory";
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = child.args(["--exact", test, "--ignored", "--nocapture"]).output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.signal(), Some(libc::SIGSEGV), "{:?}\n{told}", output.status);
+    assert!(told.contains("conformance: writes of every size land exactly"), "{told}");
 }

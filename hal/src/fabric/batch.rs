@@ -6,7 +6,7 @@ use std::sync::Arc;
 use millpond_core::batch::{Extent, RegionId};
 
 use super::shared::{Dropped, Shared};
-use crate::contract::{Access, Outcome, PostRefusal, TicketId};
+use crate::contract::{Access, Fence, Outcome, PostRefusal, TicketId};
 use crate::region::{RegionBuf, RegionBytes};
 
 /// One request of a batch.
@@ -117,6 +117,7 @@ pub struct Batch {
     pub(super) requests: Vec<Request>,
     pub(super) arrival: Option<Arrival>,
     pub(super) sync: Option<RegionId>,
+    pub(super) after: Option<Arc<dyn Fence>>,
 }
 
 impl Batch {
@@ -166,6 +167,13 @@ impl Batch {
         self
     }
 
+    /// Starts the batch only once `fence` is passed: after the work that somebody gave a device before it. Over links of devices
+    /// that can wait for it (`cuda`); the others refuse the batch.
+    pub fn after(&mut self, fence: Arc<dyn Fence>) -> &mut Self {
+        self.after = Some(fence);
+        self
+    }
+
     /// How many requests there are.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -192,7 +200,7 @@ impl Batch {
 
     /// Takes all requests out, in order; the batch is empty afterwards and keeps its allocation.
     pub fn drain(&mut self) -> impl Iterator<Item = Request> + '_ {
-        (self.arrival, self.sync) = (None, None);
+        (self.arrival, self.sync, self.after) = (None, None, None);
         self.requests.drain(..)
     }
 
@@ -320,6 +328,9 @@ pub enum PostError {
     /// The region to sync is not of a kind that this transport makes durable.
     #[error("this transport cannot bring that memory to stable storage; sync files only, over a link of `file`")]
     NotDurable,
+    /// The device cannot wait for a fence.
+    #[error("this transport does not wait for a device's work; post the batch after it is done, or over `cuda`")]
+    NotOrdered,
 }
 
 impl From<PostRefusal> for PostError {

@@ -190,11 +190,16 @@ impl Fabric {
         self.insert_region(mapping, mode)
     }
 
-    fn insert_region(&mut self, mapping: Mapping, mode: Mode) -> Result<Region, AllocateError> {
+    /// Makes a mapping a region: memory of a device, page-locked memory, or any other that was made beforehand. It is
+    /// registered with every device that takes its kind.
+    ///
+    /// # Errors
+    /// The table is full; the mapping is gone then.
+    pub fn insert_region(&mut self, mapping: Mapping, mode: Mode) -> Result<Region, AllocateError> {
         let regions_max = self.tables.regions.capacity();
         let mapping = Arc::new(mapping);
         let id = self
-            .insert_place(Place::Mapped(Arc::clone(&mapping)), MemoryKind::Host, mode)
+            .insert_place(Place::Mapped(Arc::clone(&mapping)), mapping.kind(), mode)
             .ok_or(AllocateError::Full { regions_max })?;
         let home: Arc<dyn OnRegionDrop> = self.shared.clone();
         Ok(Region::new(id, mapping, mode, Some(home)))
@@ -215,7 +220,8 @@ impl Fabric {
         let kind = entry.kind;
         let memory = match &entry.place {
             Place::Mapped(mapping) => {
-                let (base, len, shared) = (mapping.base(), mapping.len(), mapping.shared().cloned());
+                let shared = mapping.shared().or(mapping.dmabuf()).cloned();
+                let (base, len) = (mapping.base(), mapping.len());
                 RegionMemory { id, base, len, kind, file: None, shared }
             }
             Place::File(file) => {

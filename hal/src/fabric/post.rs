@@ -90,14 +90,16 @@ impl Fabric {
                 return Err(NotStarted { batch: full.0.batch, reason: PostError::TicketsFull { tickets_max } });
             }
         };
-        let post = Post { ticket, link, attempt: options.attempt, moves, arrival, sync };
+        let after = self.tables.tickets.get_mut(ticket.handle()).and_then(|entry| entry.batch.after.take());
+        let post = Post { ticket, link, attempt: options.attempt, moves, arrival, sync, after };
         // SAFETY:
         // - valid: each range was checked against its mapping in `check`; the leases that keep it are in the ticket's entry
         //   since `insert` above, raw regions by their in-flight count below; both end with `finish` only.
         // - nobody else touches it: the entry holds the exclusive leases; frozen bytes are only read.
         if let Err(refused) = unsafe { self.devices[device].post(now, post) } {
             self.tables.recycle_moves(refused.post.moves);
-            let entry = self.tables.remove_ticket(ticket).expect("inserted above");
+            let mut entry = self.tables.remove_ticket(ticket).expect("inserted above");
+            entry.batch.after = refused.post.after;
             return Err(NotStarted { batch: entry.batch, reason: refused.reason.into() });
         }
         self.posted(now, link, ticket, options.deadline);
@@ -138,6 +140,9 @@ impl Fabric {
         let limits = self.devices[device].limits();
         if batch.len() as u64 > u64::from(limits.moves_max) || batch.bytes() > limits.bytes_max {
             return Err(PostError::TooLarge { moves_max: limits.moves_max, bytes_max: limits.bytes_max });
+        }
+        if batch.after.is_some() && !self.devices[device].waits_for_fences() {
+            return Err(PostError::NotOrdered);
         }
         moves.reserve(batch.len());
         for (index, request) in batch.requests().iter().enumerate() {

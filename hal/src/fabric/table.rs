@@ -338,8 +338,11 @@ unsafe impl Inbound for Tables {
     }
 
     fn resolve(&mut self, link: LinkId, range: RemoteRange, access: Access) -> Result<NonNull<u8>, Refusal> {
+        // Whatever the peer takes it for: a pointer is for the CPU, so memory of a device has none.
         let base = match self.admitted(link, range, access) {
-            Ok(exposure) => exposure.place.mapping().map(|mapping| mapping.base()),
+            Ok(exposure) => {
+                exposure.place.mapping().filter(|mapping| mapping.is_for_cpu()).map(|mapping| mapping.base())
+            }
             Err(refusal) => return self.refused(refusal),
         };
         let Some(base) = base else { return self.refused(Refusal::NotShareable) };

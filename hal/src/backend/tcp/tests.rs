@@ -141,7 +141,7 @@ impl Node {
     fn post_on(&mut self, link: LinkId, moves: Vec<PostedMove>, arrival: Option<PostedArrival>) -> TicketId {
         let ticket = TicketId::new(Handle { slot: self.next_ticket % 64, epoch: self.next_ticket / 64 * 2 + 1 });
         self.next_ticket += 1;
-        let post = Post { ticket, link, attempt: 0, moves, arrival, sync: None };
+        let post = Post { ticket, link, attempt: 0, moves, arrival, sync: None, after: None };
         // SAFETY: the memory lives as long as the node, and tests do not touch it before the ticket finished.
         unsafe { self.device.post(self.now, post) }.unwrap();
         ticket
