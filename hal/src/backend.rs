@@ -1,5 +1,7 @@
 //! The backends, one module each. Each keeps [`crate::contract`] and passes the conformance suite.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod file;
 pub mod host;
 // The state machine is tested over a NIC of our own; without the feature nothing else uses it.
