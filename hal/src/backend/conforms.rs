@@ -2,13 +2,16 @@
 
 use std::os::fd::OwnedFd;
 
+use millpond_core::batch::{Extent, MemoryKind, RegionToken, Rights};
 use millpond_core::time::Instant;
 
 use super::shm::{ShmDevice, ShmOptions};
 use super::tcp::{Checksum, TcpDevice, TcpOptions};
-use crate::conformance::{Clock, PROGRESS_DEADLINE, Pair, run};
-use crate::contract::{Connection, Device, Lane, LaneSide};
-use crate::fabric::{Fabric, FabricOptions, LinkOptions};
+use crate::conformance::untouchable::Untouchable;
+use crate::conformance::{Clock, PROGRESS_DEADLINE, Pair, Supply, run};
+use crate::contract::{Connection, Device, End, Lane, LaneSide, Refusal};
+use crate::fabric::{Batch, Fabric, FabricOptions, LinkOptions, PostOptions};
+use crate::region::Mode;
 
 fn end(device: Box<dyn Device>, fd: OwnedFd, side: LaneSide) -> (Fabric, crate::contract::LinkId) {
     let (own, peer) = if side == LaneSide::Dialed { (1, 2) } else { (2, 1) };
@@ -48,6 +51,11 @@ fn unix_sockets() -> (OwnedFd, OwnedFd) {
         .unwrap()
 }
 
+fn shm_pair() -> Pair {
+    let device = || Box::new(ShmDevice::new(ShmOptions { progress_deadline: PROGRESS_DEADLINE }).unwrap());
+    joined(device(), device(), unix_sockets())
+}
+
 fn tcp_pair(options: TcpOptions) -> Pair {
     let device = || Box::new(TcpDevice::new(options).unwrap());
     joined(device(), device(), tcp_sockets())
@@ -65,8 +73,40 @@ fn the_tcp_backend_conforms_with_checksums() {
 
 #[test]
 fn the_shm_backend_conforms() {
-    run(&mut || {
-        let device = || Box::new(ShmDevice::new(ShmOptions { progress_deadline: PROGRESS_DEADLINE }).unwrap());
-        joined(device(), device(), unix_sockets())
-    });
+    run(&mut shm_pair);
+}
+
+/// The token's kind is what the peer goes by, and what a hostile one would change; the owner goes by its own table.
+#[test]
+fn a_peer_that_takes_device_memory_for_the_hosts_is_refused_and_touches_nothing() {
+    for mut pair in [tcp_pair(TcpOptions::default()), shm_pair()] {
+        let there = pair.there.as_mut().unwrap();
+        let device = Untouchable::new(MemoryKind::Cuda { device: 0 });
+        let mode = Mode::Raw(Rights::REMOTE_READ | Rights::REMOTE_WRITE);
+        let region_there = there.insert_region(device.mapping(8192), mode).unwrap();
+        let RegionToken { region, memory, offset, len, rights, capability, incarnation, epoch_word, .. } =
+            there.expose(&region_there).unwrap();
+        let kind = MemoryKind::Host;
+        let token = RegionToken::new(region, memory, offset, len, kind, rights, capability, incarnation, epoch_word);
+        let named = pair.here.attach(token).unwrap();
+        let local = pair.here.allocate(8192, Default::default()).unwrap();
+        let mut batch = Batch::new();
+        batch.write(local.carve(0, 100).unwrap().freeze(), Extent::new(named, 0, 100));
+        batch.read(Extent::new(named, 200, 100), local.carve(200, 100).unwrap());
+        let start = std::time::Instant::now();
+        let now = || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap());
+        let ticket = pair.here.post(now(), pair.link, batch, PostOptions::default()).unwrap();
+        while !pair.here.is_finished(&ticket) {
+            pair.here.poll(now());
+            pair.there.as_mut().unwrap().poll(now());
+        }
+        let completion = pair.here.take(ticket).unwrap();
+        for index in 0..2 {
+            let outcome = completion.outcome(index);
+            assert!(
+                matches!(outcome.end, End::Refused(Refusal::NotShareable | Refusal::Stale)),
+                "{index}: {outcome:?}"
+            );
+        }
+    }
 }

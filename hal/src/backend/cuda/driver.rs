@@ -342,8 +342,9 @@ impl Driver {
         let _ = unpinned;
     }
 
-    /// The GPU and the allocation, `(ordinal, base, len)`, that an address lies in; `None` if it is of no GPU.
-    pub(crate) fn allocation_of(&self, address: u64) -> Result<Option<(u16, u64, u64)>, CudaError> {
+    /// The GPU and the allocation, `(ordinal, base, len)`, that an address lies in; `None` if it is of no GPU. Asked in the
+    /// context of the GPU that it should be of: a context of another one would take memory there.
+    pub(crate) fn allocation_of(&self, gpu: u16, address: u64) -> Result<Option<(u16, u64, u64)>, CudaError> {
         use sys::CUpointer_attribute_enum::{CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CU_POINTER_ATTRIBUTE_MEMORY_TYPE};
         let ask = |attribute| {
             let mut answer = 0u32;
@@ -352,7 +353,7 @@ impl Driver {
             let asked = unsafe { sys::cuPointerGetAttribute(into, attribute, address) };
             checked("cuPointerGetAttribute", asked).map(|()| answer)
         };
-        self.within(0, || {
+        self.within(gpu, || {
             // An address that the driver has never seen is an invalid value: memory of the host, or nothing.
             if ask(CU_POINTER_ATTRIBUTE_MEMORY_TYPE) != Ok(sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE as u32) {
                 return Ok(None);

@@ -60,6 +60,14 @@ pub enum CudaMemoryError {
         /// Where.
         address: u64,
     },
+    /// The memory is another GPU's.
+    #[error("the memory is cuda:{found}'s, not cuda:{asked}'s; name GPUs by what this process counts")]
+    OtherGpu {
+        /// Whose it was taken for.
+        asked: u16,
+        /// Whose it is.
+        found: u16,
+    },
     /// The range reaches out of its allocation.
     #[error("{len} bytes at {address:#x} reach out of their allocation, which ends at {end:#x}")]
     OutOfAllocation {
@@ -226,34 +234,45 @@ impl Cuda {
         self.map(ordinal, address, len, Box::new(held))
     }
 
-    /// Page-locked memory of the host, which GPUs reach at the speed of their link. Registered with devices as
-    /// [`MemoryKind::Pinned`]. At start only, as for [`Cuda::allocate`].
+    /// Page-locked memory of the host, allocated by that GPU's context, which all GPUs reach at the speed of their link.
+    /// Registered with devices as [`MemoryKind::Pinned`]. At start only, as for [`Cuda::allocate`].
     ///
     /// # Errors
-    /// An impossible length, or no memory.
-    pub fn allocate_pinned(&self, len: u64) -> Result<Mapping, CudaMemoryError> {
+    /// No such GPU, an impossible length, or no memory.
+    pub fn allocate_pinned(&self, ordinal: u16, len: u64) -> Result<Mapping, CudaMemoryError> {
+        self.known(ordinal)?;
         let len = exact(len)?;
-        let base = self.driver.allocate_pinned(0, len.get())?;
-        let held = Held { driver: Arc::clone(&self.driver), ordinal: 0, what: What::Pinned(base) };
+        let base = self.driver.allocate_pinned(ordinal, len.get())?;
+        let held = Held { driver: Arc::clone(&self.driver), ordinal, what: What::Pinned(base) };
         // SAFETY: allocated above, `len` bytes long, nobody else's: written here, so that it is initialised.
         unsafe { base.write_bytes(0, len.get()) };
         // SAFETY: as above; the driver locked it until `held` is dropped.
         Ok(unsafe { Mapping::adopt_pinned(base, len, Box::new(held)) })
     }
 
-    /// Memory of a GPU that somebody else allocated: a framework's KV cache. The driver is asked which GPU it is of, and how
-    /// far it reaches.
+    /// Memory of a GPU that somebody else allocated: a framework's KV cache. The driver is asked whether it is of that GPU, and
+    /// how far it reaches.
     ///
     /// # Errors
-    /// It is of no GPU, or reaches out of its allocation; `keeper` is dropped then.
+    /// It is of no GPU, or of another one, or reaches out of its allocation; `keeper` is dropped then.
     ///
     /// # Safety
     /// - The range is allocated until `keeper` is dropped.
     /// - Until then others touch it only as their grants and leases of it say.
-    pub unsafe fn adopt(&self, address: u64, len: u64, keeper: Keeper) -> Result<Mapping, CudaMemoryError> {
+    pub unsafe fn adopt(
+        &self,
+        ordinal: u16,
+        address: u64,
+        len: u64,
+        keeper: Keeper,
+    ) -> Result<Mapping, CudaMemoryError> {
+        self.known(ordinal)?;
         let len = exact(len)?;
-        let (ordinal, base, allocated) =
-            self.driver.allocation_of(address)?.ok_or(CudaMemoryError::NotOfGpu { address })?;
+        let (found, base, allocated) =
+            self.driver.allocation_of(ordinal, address)?.ok_or(CudaMemoryError::NotOfGpu { address })?;
+        if found != ordinal {
+            return Err(CudaMemoryError::OtherGpu { asked: ordinal, found });
+        }
         let end = base.saturating_add(allocated);
         if address.checked_add(len.get() as u64).is_none_or(|last| last > end) {
             return Err(CudaMemoryError::OutOfAllocation { address, len: len.get() as u64, end });
@@ -277,10 +296,10 @@ impl Cuda {
     /// It is no GPU's, or of a sort that the driver does not export.
     pub fn export(&self, region: &Region) -> Result<IpcHandle, CudaMemoryError> {
         let (address, len) = (region.mapping().base().addr().get() as u64, region.len());
-        if !matches!(region.kind(), MemoryKind::Cuda { .. }) {
+        let MemoryKind::Cuda { device: ordinal } = region.kind() else {
             return Err(CudaMemoryError::NotOfGpu { address });
-        }
-        let (ordinal, base, _) = self.driver.allocation_of(address)?.ok_or(CudaMemoryError::NotOfGpu { address })?;
+        };
+        let (_, base, _) = self.driver.allocation_of(ordinal, address)?.ok_or(CudaMemoryError::NotOfGpu { address })?;
         let handle = self.driver.export(ordinal, base)?;
         let uuid = self.driver.infos().nth(usize::from(ordinal)).map_or([0; 16], |gpu| gpu.uuid);
         Ok(IpcHandle { uuid, handle, offset: address - base, len })
@@ -301,7 +320,7 @@ impl Cuda {
         let base = self.driver.import(gpu.ordinal, &handle.handle)?;
         let held = Held { driver: Arc::clone(&self.driver), ordinal: gpu.ordinal, what: What::Imported(base) };
         let (_, base, allocated) =
-            self.driver.allocation_of(base)?.ok_or(CudaMemoryError::NotOfGpu { address: base })?;
+            self.driver.allocation_of(gpu.ordinal, base)?.ok_or(CudaMemoryError::NotOfGpu { address: base })?;
         let address = base.saturating_add(handle.offset);
         let end = base.saturating_add(allocated);
         if address.checked_add(handle.len).is_none_or(|last| last > end) {
@@ -329,14 +348,15 @@ impl Cuda {
         Ok(self.driver.dmabuf(ordinal, address, len.next_multiple_of(PAGE_LEN))?)
     }
 
-    /// A fence behind all that is in a stream of the GPU's primary context now; 0 is its null stream. A batch that waits for it
+    /// A fence behind all that is in a stream of the GPU's primary context now; 0 is its null stream, 1 and 2 are the driver's
+    /// names of the legacy and the per-thread one. A batch that waits for it
     /// ([`Batch::after`](crate::fabric::Batch::after)) starts when that work is done, and the stream is not held up.
     ///
     /// # Errors
     /// No such GPU, or the driver refused.
     ///
     /// # Safety
-    /// - `stream` is 0, or a stream of that GPU's primary context that exists.
+    /// - `stream` is 0, 1 or 2, or a stream of that GPU's primary context that exists.
     pub unsafe fn fence(&self, ordinal: u16, stream: usize) -> Result<Arc<dyn Fence>, CudaMemoryError> {
         self.known(ordinal)?;
         // SAFETY: the caller's promise.

@@ -36,7 +36,8 @@ struct Known {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lock {
     None,
-    Ours,
+    /// By the context of that GPU, for all of them.
+    Ours(u16),
     /// Somebody locked it before: theirs to unlock.
     Theirs,
 }
@@ -113,15 +114,17 @@ impl Known {
         if self.chunks[index] == Lock::None {
             let (base, len) = self.chunk(index);
             // SAFETY: a region stays mapped until it is released, and `unlock` runs before that returns.
-            self.chunks[index] = if unsafe { driver.pin(gpu, base, len)? } { Lock::Ours } else { Lock::Theirs };
+            self.chunks[index] = if unsafe { driver.pin(gpu, base, len)? } { Lock::Ours(gpu) } else { Lock::Theirs };
         }
         Ok(())
     }
 
     fn unlock(&self, driver: &Driver) {
-        for index in (0..self.chunks.len()).filter(|index| self.chunks[*index] == Lock::Ours) {
-            // SAFETY: locked by `lock`, once; the callers know that no copy uses it.
-            unsafe { driver.unpin(0, self.chunk(index).0) };
+        for (index, lock) in self.chunks.iter().enumerate() {
+            if let Lock::Ours(gpu) = *lock {
+                // SAFETY: locked by `lock`, once; the callers know that no copy uses it.
+                unsafe { driver.unpin(gpu, self.chunk(index).0) };
+            }
         }
     }
 }

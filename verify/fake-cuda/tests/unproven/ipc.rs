@@ -29,7 +29,7 @@ fn another_process_moves_bytes_of_exported_memory_and_the_exporter_sees_them() {
     let cuda = Cuda::open().unwrap();
     let whole = Region::unregistered(cuda.allocate(1, GRANULE_LEN).unwrap(), Mode::Leased);
     // SAFETY: `whole` outlives it.
-    let part = unsafe { cuda.adopt(address(&whole, 4096), 10_000, Box::new(())).unwrap() };
+    let part = unsafe { cuda.adopt(1, address(&whole, 4096), 10_000, Box::new(())).unwrap() };
     let part = Region::unregistered(part, Mode::Leased);
     fake.poke(address(&part, 0), &[5; 10_000]);
     let handle = cuda.export(&part).unwrap();

@@ -71,16 +71,19 @@ fn adopted_memory_is_what_the_driver_says_that_it_is() {
     let whole = leased(cuda.allocate(1, GRANULE_LEN).unwrap());
     let start = address(&whole, 0);
     // SAFETY: `whole` outlives what is adopted, and nobody touches it.
-    let adopted = unsafe { cuda.adopt(start + 4096, 8192, Box::new(())).unwrap() };
+    let adopted = unsafe { cuda.adopt(1, start + 4096, 8192, Box::new(())).unwrap() };
     assert_eq!((adopted.kind(), adopted.len()), (MemoryKind::Cuda { device: 1 }, 8192));
     // SAFETY: as above.
-    let beyond = unsafe { cuda.adopt(start + 4096, GRANULE_LEN, Box::new(())).unwrap_err() };
+    let beyond = unsafe { cuda.adopt(1, start + 4096, GRANULE_LEN, Box::new(())).unwrap_err() };
     let end = start + GRANULE_LEN;
     assert_eq!(beyond, CudaMemoryError::OutOfAllocation { address: start + 4096, len: GRANULE_LEN, end });
+    // SAFETY: as above.
+    let other = unsafe { cuda.adopt(0, start, 4096, Box::new(())).unwrap_err() };
+    assert_eq!(other, CudaMemoryError::OtherGpu { asked: 0, found: 1 });
     let host = Mapping::new(4096, Backing::Heap).unwrap();
     let address = host.base().addr().get() as u64;
     // SAFETY: as above.
-    let of_host = unsafe { cuda.adopt(address, 4096, Box::new(())).unwrap_err() };
+    let of_host = unsafe { cuda.adopt(0, address, 4096, Box::new(())).unwrap_err() };
     assert_eq!(of_host, CudaMemoryError::NotOfGpu { address });
 }
 
@@ -92,7 +95,7 @@ fn two_regions_in_one_allocation_come_and_go_by_themselves() {
     let (mut fabric, link) = fake::fabric(&cuda, LinkOptions::default());
     let mut half = |n: u64| {
         // SAFETY: `whole` outlives both halves, and nobody else touches them.
-        let mapping = unsafe { cuda.adopt(address(&whole, n * 8192), 8192, Box::new(())).unwrap() };
+        let mapping = unsafe { cuda.adopt(0, address(&whole, n * 8192), 8192, Box::new(())).unwrap() };
         fabric.insert_region(mapping, Mode::Leased).unwrap()
     };
     let (first, second) = (half(0), half(1));
@@ -124,7 +127,7 @@ fn memory_without_dmabuf_says_why() {
     let host = leased(Mapping::new(4096, Backing::Memfd).unwrap());
     assert_eq!(cuda.dmabuf(&host).unwrap_err(), DmabufRefusal::NotOfGpu);
     // SAFETY: `region` outlives it, and nobody touches it.
-    let askew = leased(unsafe { cuda.adopt(address(&region, 256), 256, Box::new(())).unwrap() });
+    let askew = leased(unsafe { cuda.adopt(0, address(&region, 256), 256, Box::new(())).unwrap() });
     assert_eq!(cuda.dmabuf(&askew).unwrap_err(), DmabufRefusal::NotOnPage { address: address(&region, 256) });
     fake.fail(c"cuMemGetHandleForAddressRange", 801, 0);
     let refused = cuda.dmabuf(&region).unwrap_err();
@@ -159,7 +162,7 @@ fn pages_of_the_host_are_locked_where_they_are_copied_and_unlocked_with_their_re
     fabric.release(host).unwrap();
     assert_eq!(fake.count(c"cuMemHostUnregister"), 2);
     // Memory that comes locked is not locked again.
-    let pinned = fabric.insert_region(cuda.allocate_pinned(4096).unwrap(), Mode::Leased).unwrap();
+    let pinned = fabric.insert_region(cuda.allocate_pinned(0, 4096).unwrap(), Mode::Leased).unwrap();
     assert_eq!(pinned.kind(), MemoryKind::Pinned);
     let mut batch = Batch::new();
     let mut bytes = pinned.carve(0, 10).unwrap();
