@@ -3,6 +3,7 @@
 //! Nothing is believed that can be tried: transports move random bytes between two engines, both ways, and compare them; a
 //! file is written and read back.
 
+mod cuda;
 mod disk;
 mod topology;
 mod trial;
@@ -91,6 +92,7 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
     }
     rows.push(file(runtime).await);
     rows.push(topology.rdma());
+    rows.extend(cuda::rows());
     rows.extend(topology.lines());
     if args.transports {
         let absent = |name| (name, Finding::Note, "not used: not implemented in this version".to_owned());
