@@ -74,7 +74,7 @@ extern "C" fn fake_cuda_dmabuf(has: c_int) {
     state().dmabuf = has != 0;
 }
 
-/// Forgets what was counted, failures and failed GPUs; draws the order from that seed.
+/// Forgets what was counted, failures and failed GPUs, and what these kept locked; draws the order from that seed.
 #[unsafe(no_mangle)]
 extern "C" fn fake_cuda_reset(seed: u64) {
     let mut state = state();
@@ -82,6 +82,7 @@ extern "C" fn fake_cuda_reset(seed: u64) {
     state.failures.clear();
     state.dead.clear();
     state.violations.clear();
+    state.pinned.retain(|_, (_, is_ours)| *is_ours);
     (state.steps, state.dmabuf, state.seed) = (None, true, seed | 1);
     CHANGED.notify_all();
 }

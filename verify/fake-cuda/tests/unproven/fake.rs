@@ -3,7 +3,8 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::rc::Rc;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 use millpond_core::time::Instant;
@@ -54,6 +55,21 @@ pub(crate) fn alone(seed: u64) -> Option<Fake> {
     let fake = Fake { library: library(), _alone: alone };
     fake.reset(seed);
     Some(fake)
+}
+
+/// A thread that lets the fake go; see [`Fake::go_when_waited_for`].
+pub(crate) struct Going {
+    given_up: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Drop for Going {
+    fn drop(&mut self) {
+        self.given_up.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("it only counts");
+        }
+    }
 }
 
 impl Fake {
@@ -107,6 +123,29 @@ impl Fake {
 
     pub(crate) fn go(&self) {
         self.nothing(c"fake_cuda_go");
+    }
+
+    /// Does all there is once somebody waits for an event from now on, or once the answer is dropped.
+    pub(crate) fn go_when_waited_for(&self) -> Going {
+        let (count, go) =
+            (self.symbol(c"fake_cuda_count").expose_provenance(), self.symbol(c"fake_cuda_go").expose_provenance());
+        let (given_up, before) = (Arc::new(AtomicBool::new(false)), self.count(c"cuEventSynchronize"));
+        let told = Arc::clone(&given_up);
+        let thread = std::thread::spawn(move || {
+            // SAFETY: `control.rs` declares both so.
+            let (count, go) = unsafe {
+                let (count, go) = (std::ptr::with_exposed_provenance(count), std::ptr::with_exposed_provenance(go));
+                (
+                    std::mem::transmute::<*const c_void, extern "C" fn(*const c_char) -> u64>(count),
+                    std::mem::transmute::<*const c_void, extern "C" fn()>(go),
+                )
+            };
+            while count(c"cuEventSynchronize".as_ptr()) == before && !told.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            go();
+        });
+        Going { given_up, thread: Some(thread) }
     }
 
     /// Waits until all that may be done is done.

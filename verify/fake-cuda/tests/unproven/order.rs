@@ -219,6 +219,46 @@ fn a_batch_cancelled_in_flight_keeps_its_memory_until_its_copies_are_done() {
 }
 
 #[test]
+fn a_grant_is_taken_back_only_when_no_copy_reaches_it() {
+    let Some(fake) = fake::alone(15) else { return };
+    let cuda = Cuda::open().unwrap();
+    let mut stage = stage(&cuda);
+    fake.settle();
+    fake.hold(0);
+    let batch = stage.batch();
+    let ticket = stage.post(batch);
+    stage.polls(Instant::ZERO);
+    let going = fake.go_when_waited_for();
+    let grant = stage.grant.take().unwrap();
+    let target = stage.fabric.close(grant);
+    assert!(stage.target_bytes(&fake).iter().all(|&byte| byte == 7), "the copy came after the grant was taken back");
+    drop((going, target));
+    // It had been made before; that it arrived, nobody may count any more.
+    let outcome = stage.end(ticket).outcome(0);
+    let stale = Outcome { far_end: FarEnd::Done, ..Outcome::refused(millpond_hal::contract::Refusal::Stale) };
+    assert_eq!(outcome, stale);
+    fake.assert_clean();
+}
+
+#[test]
+fn pages_are_unlocked_only_when_no_copy_reaches_them() {
+    let Some(fake) = fake::alone(16) else { return };
+    let cuda = Cuda::open().unwrap();
+    let mut stage = stage(&cuda);
+    fake.settle();
+    fake.hold(0);
+    let batch = stage.batch();
+    let _ticket = stage.post(batch);
+    stage.polls(Instant::ZERO);
+    let locked = fake.count(c"cuMemHostUnregister");
+    let going = fake.go_when_waited_for();
+    drop(stage);
+    assert_eq!(fake.count(c"cuMemHostUnregister"), locked + 1);
+    drop(going);
+    fake.assert_clean();
+}
+
+#[test]
 fn a_gpu_that_fails_ends_the_link_and_claims_nothing() {
     let Some(fake) = fake::alone(12) else { return };
     let cuda = Cuda::open().unwrap();
