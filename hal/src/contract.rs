@@ -59,8 +59,10 @@ use millpond_core::time::{Duration, Instant};
 
 use crate::file::OpenFile;
 
+mod cipher;
 mod fence;
 mod refusal;
+pub use cipher::{Cipher, CipherError};
 pub use fence::{Fence, FenceState};
 pub use refusal::{LinkDownReason, Refusal};
 
@@ -524,6 +526,15 @@ pub enum Connection {
         fd: OwnedFd,
         /// Bytes that were read beyond the hello.
         read_ahead: Vec<u8>,
+        /// What the hello agreed on.
+        lane: Lane,
+    },
+    /// The same under a cipher: the hello was said inside an encrypted connection, which goes on. For `tcp`.
+    Secured {
+        /// The socket. The runtime has let go of it.
+        fd: OwnedFd,
+        /// The state of the connection; bytes that were read beyond the hello are in it.
+        cipher: Box<dyn Cipher>,
         /// What the hello agreed on.
         lane: Lane,
     },

@@ -6,6 +6,7 @@ use millpond_core::batch::{Extent, MemoryKind, RegionToken, Rights};
 use millpond_core::time::Instant;
 
 use super::shm::{ShmDevice, ShmOptions};
+use super::tcp::toy::Toy;
 use super::tcp::{Checksum, TcpDevice, TcpOptions};
 use crate::conformance::untouchable::Untouchable;
 use crate::conformance::{Clock, PROGRESS_DEADLINE, Pair, Supply, run};
@@ -13,21 +14,31 @@ use crate::contract::{Connection, Device, End, Lane, LaneSide, Refusal};
 use crate::fabric::{Batch, Fabric, FabricOptions, LinkOptions, PostOptions};
 use crate::region::Mode;
 
-fn end(device: Box<dyn Device>, fd: OwnedFd, side: LaneSide) -> (Fabric, crate::contract::LinkId) {
-    let (own, peer) = if side == LaneSide::Dialed { (1, 2) } else { (2, 1) };
+/// Makes a connection of a socket.
+type Connect = fn(OwnedFd, Lane) -> Connection;
+
+fn plain(fd: OwnedFd, lane: Lane) -> Connection {
+    Connection::Stream { fd, read_ahead: Vec::new(), lane }
+}
+
+fn secured(fd: OwnedFd, lane: Lane) -> Connection {
+    Connection::Secured { fd, cipher: Box::<Toy>::default(), lane }
+}
+
+fn end(device: Box<dyn Device>, connection: Connection, side: LaneSide) -> (Fabric, crate::contract::LinkId) {
+    let own = if side == LaneSide::Dialed { 1 } else { 2 };
     let mut fabric = Fabric::new(FabricOptions::new([own; 32])).unwrap();
     let device = fabric.add_device(device).unwrap();
-    let lane = Lane { side, generation: 3, incarnation: u64::from(own), peer_incarnation: peer };
-    let connection = Connection::Stream { fd, read_ahead: Vec::new(), lane };
     let options = LinkOptions::with_progress_deadline(PROGRESS_DEADLINE);
     let link = fabric.open(Instant::ZERO, device, connection, options).unwrap();
     (fabric, link)
 }
 
-fn joined(one: Box<dyn Device>, two: Box<dyn Device>, (fd, fd_there): (OwnedFd, OwnedFd)) -> Pair {
+fn joined(devices: (Box<dyn Device>, Box<dyn Device>), connect: Connect, (fd, fd_there): (OwnedFd, OwnedFd)) -> Pair {
     let cut = fd_there.try_clone().unwrap();
-    let (here, link) = end(one, fd, LaneSide::Dialed);
-    let (there, link_there) = end(two, fd_there, LaneSide::Accepted);
+    let lane = |side, own, peer| Lane { side, generation: 3, incarnation: own, peer_incarnation: peer };
+    let (here, link) = end(devices.0, connect(fd, lane(LaneSide::Dialed, 1, 2)), LaneSide::Dialed);
+    let (there, link_there) = end(devices.1, connect(fd_there, lane(LaneSide::Accepted, 2, 1)), LaneSide::Accepted);
     let mut pair = Pair::new(here, link, there, link_there, Clock::Real(std::time::Instant::now()));
     // What a dying process does to its sockets.
     pair.sever = Some(Box::new(move || rustix::net::shutdown(&cut, rustix::net::Shutdown::Both).unwrap()));
@@ -53,22 +64,27 @@ fn unix_sockets() -> (OwnedFd, OwnedFd) {
 
 fn shm_pair() -> Pair {
     let device = || Box::new(ShmDevice::new(ShmOptions { progress_deadline: PROGRESS_DEADLINE }).unwrap());
-    joined(device(), device(), unix_sockets())
+    joined((device(), device()), plain, unix_sockets())
 }
 
-fn tcp_pair(options: TcpOptions) -> Pair {
+fn tcp_pair(options: TcpOptions, connect: Connect) -> Pair {
     let device = || Box::new(TcpDevice::new(options).unwrap());
-    joined(device(), device(), tcp_sockets())
+    joined((device(), device()), connect, tcp_sockets())
 }
 
 #[test]
 fn the_tcp_backend_conforms() {
-    run(&mut || tcp_pair(TcpOptions::default()));
+    run(&mut || tcp_pair(TcpOptions::default(), plain));
 }
 
 #[test]
 fn the_tcp_backend_conforms_with_checksums() {
-    run(&mut || tcp_pair(TcpOptions { checksum: Checksum::Crc32c, ..TcpOptions::default() }));
+    run(&mut || tcp_pair(TcpOptions { checksum: Checksum::Crc32c, ..TcpOptions::default() }, plain));
+}
+
+#[test]
+fn the_tcp_backend_conforms_under_a_cipher() {
+    run(&mut || tcp_pair(TcpOptions::default(), secured));
 }
 
 #[test]
@@ -79,7 +95,7 @@ fn the_shm_backend_conforms() {
 /// The token's kind is what the peer goes by, and what a hostile one would change; the owner goes by its own table.
 #[test]
 fn a_peer_that_takes_device_memory_for_the_hosts_is_refused_and_touches_nothing() {
-    for mut pair in [tcp_pair(TcpOptions::default()), shm_pair()] {
+    for mut pair in [tcp_pair(TcpOptions::default(), plain), shm_pair()] {
         let there = pair.there.as_mut().unwrap();
         let device = Untouchable::new(MemoryKind::Cuda { device: 0 });
         let mode = Mode::Raw(Rights::REMOTE_READ | Rights::REMOTE_WRITE);

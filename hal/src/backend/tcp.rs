@@ -1,9 +1,9 @@
 //! Kernel TCP: non-blocking, vectored I/O from and into registered memory, any number of lanes behind one descriptor.
 //!
-//! A lane is adopted after hello and authentication, as a connected socket and the bytes already read; this module never
-//! resolves, dials or accepts, and decides nothing but the order of frames. Either end posts. The protocol is
-//! `millpond_core::wire::frame` (its `SPEC.md`). Data is copied once by each kernel and nowhere else, except what came along
-//! with a head. In steady state nothing is allocated.
+//! A lane is adopted after hello and authentication, as a connected socket and the bytes already read, or with the cipher
+//! of an encrypted connection; this module never resolves, dials or accepts, and decides nothing but the order of frames.
+//! Either end posts. The protocol is `millpond_core::wire::frame` (its `SPEC.md`). Data is copied once by each kernel and
+//! nowhere else, except what came along with a head, and by a cipher. In steady state nothing is allocated without one.
 //!
 //! Invariants: a violation ends its lane only; memory of ours that peers use is resolved anew in each turn; a batch is
 //! finished only when its last frame was answered, the peer said that it is quiet, or the socket is closed.
@@ -11,6 +11,8 @@
 
 #[cfg(test)]
 mod hostile;
+#[cfg(test)]
+mod integrity;
 mod lane;
 mod proof;
 mod receive;
@@ -19,7 +21,10 @@ mod socket;
 #[cfg(test)]
 mod tests;
 mod ticket;
+#[cfg(test)]
+pub(super) mod toy;
 mod transmit;
+mod wire;
 
 use core::mem::MaybeUninit;
 use std::collections::{HashMap, VecDeque};
@@ -35,9 +40,11 @@ use self::lane::Lane;
 use self::socket::Vectors;
 use self::ticket::Tickets;
 use self::transmit::{Style, Tools};
+use self::wire::Wire;
 use crate::contract::{
-    Completions, Connection, Device, DeviceLimits, End, Event, Inbound, LinkDownReason, LinkId, Memory, NotPosted,
-    OpenError, Post, PostRefusal, RegionMemory, RegisterError, TURN_BYTES_MAX, TicketId, Transport, Turn, Wake,
+    Completions, Connection, Device, DeviceLimits, End, Event, Inbound, Lane as LaneFacts, LaneSide, LinkDownReason,
+    LinkId, Memory, NotPosted, OpenError, Post, PostRefusal, RegionMemory, RegisterError, TURN_BYTES_MAX, TicketId,
+    Transport, Turn, Wake,
 };
 use crate::mapping::HeaderPage;
 
@@ -100,6 +107,10 @@ pub struct TcpOptions {
     pub progress_deadline: Duration,
     /// A lane that heard nothing for so long is pinged.
     pub keepalive: Duration,
+    /// A lane that was dialled here and that neither side used for so long is closed, with a goodbye: idle peers do not use
+    /// up a node's connections. The side that accepted waits for the other, who alone can come back. [`Duration::MAX`]:
+    /// never.
+    pub idle_span_max: Duration,
     /// Checksums of payloads.
     pub checksum: Checksum,
     /// Congestion control towards peers on this host.
@@ -111,6 +122,7 @@ impl Default for TcpOptions {
         Self {
             progress_deadline: Duration::from_secs(5),
             keepalive: Duration::from_secs(10),
+            idle_span_max: Duration::MAX,
             checksum: Checksum::default(),
             local_peers: LocalPeers::default(),
         }
@@ -184,21 +196,22 @@ impl TcpDevice {
         &mut self,
         now: Instant,
         link: LinkId,
-        fd: OwnedFd,
+        wire: Wire,
         read_ahead: &[u8],
-        generation: u64,
+        facts: LaneFacts,
     ) -> Result<(), OpenError> {
         let slot = link.handle().slot;
-        rustix::io::ioctl_fionbio(&fd, true).map_err(|errno| failed("making the socket non-blocking", errno))?;
+        rustix::io::ioctl_fionbio(wire.fd(), true).map_err(|errno| failed("making the socket non-blocking", errno))?;
         let checksummed = self.options.checksum == Checksum::Crc32c;
         if self.options.local_peers == LocalPeers::Unpaced {
-            socket::unpace_local_peer(fd.as_fd());
+            socket::unpace_local_peer(wire.fd().as_fd());
         }
-        let style = Style { generation, checksummed, link, lane_slot: slot };
+        let retires = facts.side == LaneSide::Dialed && self.options.idle_span_max != Duration::MAX;
+        let style = Style { generation: facts.generation, checksummed, link, lane_slot: slot, retires };
         let data = epoll::EventData::new_u64(slot.into());
-        epoll::add(&self.epoll, &fd, data, epoll::EventFlags::IN)
+        epoll::add(&self.epoll, wire.fd(), data, epoll::EventFlags::IN)
             .map_err(|errno| failed("watching the socket", errno))?;
-        let lane = Lane::new(now, fd, style, read_ahead)
+        let lane = Lane::new(now, wire, style, read_ahead)
             .ok_or(failed("taking over the bytes read", rustix::io::Errno::MSGSIZE))?;
         if self.lanes.len() <= slot as usize {
             self.lanes.resize_with(slot as usize + 1, || None);
@@ -269,7 +282,7 @@ impl TcpDevice {
         for index in 0..count {
             let slot = self.open[(self.turn_first + index) % count];
             let Some(Some(lane)) = self.lanes.get_mut(slot as usize) else { continue };
-            let sends = !lane.is_blocked && lane.out.has_work(&mut self.tools.tickets);
+            let sends = !lane.is_blocked && lane.has_work(&mut self.tools);
             if lane.ended.is_none() && (tries_all || lane.has_more || sends) {
                 moved |= lane.turn(now, share, &mut self.tools, inbound);
                 if !tries_all {
@@ -368,13 +381,15 @@ unsafe impl Memory for TcpDevice {
 // SAFETY: see `Memory`.
 unsafe impl Transport for TcpDevice {
     fn open(&mut self, now: Instant, link: LinkId, connection: Connection) -> Result<(), OpenError> {
-        let Connection::Stream { fd, read_ahead, lane } = connection else {
-            return Err(OpenError::WrongConnection { transport: "tcp" });
+        let (wire, read_ahead, lane) = match connection {
+            Connection::Stream { fd, read_ahead, lane } => (Wire::new(fd, None), read_ahead, lane),
+            Connection::Secured { fd, cipher, lane } => (Wire::new(fd, Some(cipher)), Vec::new(), lane),
+            _ => return Err(OpenError::WrongConnection { transport: "tcp" }),
         };
         if self.open.len() >= LANES_MAX as usize {
             return Err(OpenError::Full { transport: "tcp", links_max: LANES_MAX });
         }
-        self.adopt(now, link, fd, &read_ahead, lane.generation)
+        self.adopt(now, link, wire, &read_ahead, lane)
     }
 
     fn close(&mut self, link: LinkId, reason: LinkDownReason) {
@@ -435,7 +450,7 @@ unsafe impl Completions for TcpDevice {
         }
         for slot in &self.open {
             let Some(Some(lane)) = self.lanes.get_mut(*slot as usize) else { continue };
-            let sends = !lane.is_blocked && lane.out.has_work(&mut self.tools.tickets);
+            let sends = !lane.is_blocked && lane.has_work(&mut self.tools);
             if lane.has_more || lane.ended.is_some() || sends {
                 return Wake::Now;
             }

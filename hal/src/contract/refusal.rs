@@ -104,6 +104,9 @@ pub enum LinkDownReason {
     /// A newer generation of the same lane replaced it.
     #[error("a newer generation of the lane replaced this one")]
     Superseded,
+    /// Nobody used it for long, so we closed it.
+    #[error("the link was idle for long; it is opened again when it is used")]
+    Idle,
     /// It was idle and another link needed its place.
     #[error("the link was idle and made room for another; open it again when it is used")]
     Evicted,

@@ -12,6 +12,7 @@ use super::proof::{Guarded, Refused};
 use super::receive::{Received, Receiver};
 use super::socket;
 use super::transmit::{Flushed, Style, Tools, Transmitter};
+use super::wire::Wire;
 use crate::contract::{Inbound, LinkDownReason, LinkId, Post, TicketId};
 
 /// Write and read frames that a peer may have outstanding on a lane.
@@ -22,7 +23,7 @@ pub(super) const DATA_WINDOW_LEN: u64 = 256 << 20;
 /// A lane.
 pub(super) struct Lane {
     pub(super) link: LinkId,
-    fd: OwnedFd,
+    wire: Wire,
     generation: u64,
     pub(super) out: Transmitter,
     into: Receiver,
@@ -37,8 +38,13 @@ pub(super) struct Lane {
     pub(super) watched: (bool, bool),
     received_at: Instant,
     progress_at: Instant,
+    /// When a batch of either side last moved on.
+    used_at: Instant,
+    /// It ends when nobody used it for long.
+    retires: bool,
     ping_sent_at: Option<Instant>,
     seen: (u64, u64),
+    asked: u64,
     ping_nonce: u64,
     /// Sending failed; what the peer said before is read first.
     broken: Option<LinkDownReason>,
@@ -46,24 +52,28 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    pub(super) fn new(now: Instant, fd: OwnedFd, style: Style, read_ahead: &[u8]) -> Option<Self> {
+    pub(super) fn new(now: Instant, mut wire: Wire, style: Style, read_ahead: &[u8]) -> Option<Self> {
         let window = (FRAMES_WINDOW, DATA_WINDOW_LEN);
-        socket::set_no_delay(fd.as_fd());
+        socket::set_no_delay(wire.fd().as_fd());
+        let has_more = !read_ahead.is_empty() || wire.has_unread();
         Some(Self {
             link: style.link,
-            fd,
+            wire,
             generation: style.generation,
             out: Transmitter::new(style, window.0, window.1),
             into: Receiver::new(style, window, read_ahead)?,
             tickets: Vec::new(),
             ended: None,
             is_blocked: false,
-            has_more: !read_ahead.is_empty(),
+            has_more,
             watched: (true, false),
             received_at: now,
             progress_at: now,
+            used_at: now,
+            retires: style.retires,
             ping_sent_at: None,
             seen: (0, 0),
+            asked: 0,
             ping_nonce: 0,
             broken: None,
             refused: Refused::default(),
@@ -71,7 +81,12 @@ impl Lane {
     }
 
     pub(super) fn fd(&self) -> &OwnedFd {
-        &self.fd
+        self.wire.fd()
+    }
+
+    /// Whether something could be sent if the socket takes it.
+    pub(super) fn has_work(&self, tools: &mut Tools) -> bool {
+        self.wire.has_unsent() || self.out.has_work(&mut tools.tickets)
     }
 
     /// What the epoll set should watch for now.
@@ -134,7 +149,7 @@ impl Lane {
     }
 
     fn guarded_turn(&mut self, now: Instant, budget: u64, tools: &mut Tools, inbound: &mut dyn Inbound) -> bool {
-        let received = self.into.turn(self.fd.as_fd(), budget, tools, &mut self.out, inbound);
+        let received = self.into.turn(&mut self.wire, budget, tools, &mut self.out, inbound);
         self.into.grant(&mut self.out);
         match (received, self.broken) {
             (Received::All, Some(reason)) => self.end(reason),
@@ -145,7 +160,7 @@ impl Lane {
         if self.ended.is_some() {
             return true;
         }
-        if self.out.has_work(&mut tools.tickets) {
+        if self.has_work(tools) {
             self.flush(budget, tools, Some(inbound));
         }
         if self.into.finished > 0 {
@@ -161,14 +176,23 @@ impl Lane {
         if seen.1 != self.seen.1 {
             self.progress_at = now;
         }
+        let asked = self.into.asked();
+        if seen.1 != self.seen.1 || asked != self.asked || !self.is_idle() {
+            self.used_at = now;
+        }
+        self.asked = asked;
         self.seen = seen;
         moved
     }
 
     fn flush(&mut self, budget: u64, tools: &mut Tools, inbound: Option<&mut dyn Inbound>) {
         let was_clogged = self.out.is_clogged();
-        let flushed = self.out.flush(self.fd.as_fd(), budget, tools, inbound);
-        self.is_blocked = flushed == Flushed::Blocked;
+        let flushed = match self.wire.flush() {
+            Ok(true) => self.out.flush(&mut self.wire, budget, tools, inbound),
+            Ok(false) => Flushed::Blocked,
+            Err(reason) => Flushed::Broken(reason),
+        };
+        self.is_blocked = flushed == Flushed::Blocked || self.wire.has_unsent();
         match flushed {
             Flushed::All | Flushed::Blocked => {}
             Flushed::More => self.has_more = true,
@@ -179,7 +203,8 @@ impl Lane {
             }
         }
         // Bytes left in the buffer while it was clogged are announced by nobody.
-        self.has_more |= was_clogged && !self.out.is_clogged() && self.into.has_unread();
+        let has_unread = self.into.has_unread() || self.wire.has_unread();
+        self.has_more |= was_clogged && !self.out.is_clogged() && has_unread;
     }
 
     /// The lane is over; the first reason counts.
@@ -194,16 +219,17 @@ impl Lane {
             Some(LinkDownReason::Stalled) => GoodbyeReason::Stalled,
             Some(LinkDownReason::Superseded) => GoodbyeReason::Replaced,
             Some(LinkDownReason::Closed) => GoodbyeReason::Draining,
+            Some(LinkDownReason::Idle) => GoodbyeReason::Idle,
             _ => return,
         };
         if !self.out.is_mid_frame() {
             let mut bytes = [0; HEADER_LEN];
             let frame = Frame::Goodbye { generation: self.generation, reason };
             if frame.encode(&mut bytes).is_ok() {
-                socket::send_bytes(self.fd.as_fd(), &bytes, &mut tools.vectors);
+                self.wire.send_bytes(&bytes, &mut tools.vectors);
             }
         }
-        let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+        let _ = rustix::net::shutdown(self.wire.fd(), rustix::net::Shutdown::Write);
     }
 
     /// When the clocks must be looked at again.
@@ -212,7 +238,15 @@ impl Lane {
             Some(sent_at) => sent_at + options.progress_deadline,
             None => self.received_at + self.ping_after(options),
         };
-        if self.is_waited_for() { keepalive.min(self.progress_at + options.progress_deadline) } else { keepalive }
+        if self.is_waited_for() {
+            return keepalive.min(self.progress_at + options.progress_deadline);
+        }
+        if self.retires { keepalive.min(self.used_at + options.idle_span_max) } else { keepalive }
+    }
+
+    /// No batch is under way, of ours or of the peer.
+    fn is_idle(&self) -> bool {
+        self.tickets.is_empty() && self.into.has_answered(&self.out)
     }
 
     /// Somebody here waits for the peer.
@@ -229,6 +263,9 @@ impl Lane {
     pub(super) fn on_time(&mut self, now: Instant, options: &TcpOptions) {
         if self.is_waited_for() && now >= self.progress_at + options.progress_deadline {
             return self.end(LinkDownReason::Stalled);
+        }
+        if self.retires && self.is_idle() && now >= self.used_at + options.idle_span_max {
+            return self.end(LinkDownReason::Idle);
         }
         match self.ping_sent_at {
             Some(sent_at) if now >= sent_at + options.progress_deadline => self.end(LinkDownReason::Stalled),

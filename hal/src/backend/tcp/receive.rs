@@ -6,7 +6,6 @@
 #![allow(unsafe_code)]
 
 use core::ptr::NonNull;
-use std::os::fd::BorrowedFd;
 
 use millpond_core::wire::HEAD_LEN_MAX;
 use millpond_core::wire::frame::{
@@ -17,6 +16,7 @@ use super::serve::{Failure, Place, advanced, note_failure, refusal_code, rest_of
 use super::socket::{self, Transfer};
 use super::ticket::ack_outcome;
 use super::transmit::{Style, Tools, Transmitter};
+use super::wire::Wire;
 use crate::contract::{Access, End, Event, Inbound, LinkDownReason, Outcome, PostedArrival, Refusal, RemoteRange};
 
 /// Bytes of the buffer: a whole head, and one more read behind it.
@@ -153,10 +153,20 @@ impl Receiver {
         self.awaits != Await::Head || self.has_unread()
     }
 
+    /// Whether everything that the peer asked for was answered.
+    pub(super) fn has_answered(&self, out: &Transmitter) -> bool {
+        self.asked.0 == out.answered.0
+    }
+
+    /// Write and read frames of the peer, in all.
+    pub(super) fn asked(&self) -> u64 {
+        self.asked.0
+    }
+
     /// Takes what the socket has, at most about `budget` bytes, and acts on it.
     pub(super) fn turn(
         &mut self,
-        fd: BorrowedFd<'_>,
+        wire: &mut Wire,
         budget: u64,
         tools: &mut Tools,
         out: &mut Transmitter,
@@ -184,7 +194,7 @@ impl Receiver {
             if spent >= budget {
                 return Received::More;
             }
-            match self.receive(fd, needed, budget - spent, tools, inbound) {
+            match self.receive(wire, needed, budget - spent, tools, inbound) {
                 (wanted, Transfer::Bytes(got)) => is_drained = got < wanted,
                 (_, Transfer::Blocked) => return Received::All,
                 (_, Transfer::End) => return Received::Ended(self.goodbye.unwrap_or(LinkDownReason::PeerGone)),
@@ -461,7 +471,7 @@ impl Receiver {
     /// asked for.
     fn receive(
         &mut self,
-        fd: BorrowedFd<'_>,
+        wire: &mut Wire,
         needed: usize,
         budget: u64,
         tools: &mut Tools,
@@ -483,7 +493,7 @@ impl Receiver {
         // SAFETY:
         // - valid for writes: targets were resolved in this poll, or are lent to reads of ours; `nowhere` and the buffer
         //   are our own and nobody looks at them meanwhile.
-        let transfer = unsafe { socket::receive(fd, &mut tools.vectors) };
+        let transfer = unsafe { wire.receive(&mut tools.vectors) };
         if let Transfer::Bytes(got) = transfer {
             self.received_len += got as u64;
             if got == wanted {

@@ -76,12 +76,69 @@ impl Vectors {
         }
     }
 
+    /// Copies the pieces from `cursor` on into `target`, as far as both go. Says how many bytes.
+    ///
+    /// # Safety
+    /// - The pieces are still valid for reads, and none of them lies in `target`.
+    pub(super) unsafe fn gather(&self, cursor: &mut Cursor, target: &mut [u8]) -> usize {
+        let mut len = 0;
+        while let Some((base, piece_len)) = self.next_piece(cursor, target.len() - len) {
+            // SAFETY: inside a piece, which the caller says is valid; `target` has room for `piece_len` more.
+            unsafe { crate::copy::copy(base.as_ptr(), target[len..].as_mut_ptr(), piece_len) };
+            len += piece_len;
+        }
+        len
+    }
+
+    /// Copies `bytes` into the pieces from `cursor` on, as far as both go. Says how many.
+    ///
+    /// # Safety
+    /// - The pieces are still valid for writes, and none of them lies in `bytes`.
+    pub(super) unsafe fn scatter(&self, cursor: &mut Cursor, bytes: &[u8]) -> usize {
+        let mut len = 0;
+        while let Some((base, piece_len)) = self.next_piece(cursor, bytes.len() - len) {
+            // SAFETY: inside a piece, which the caller says is valid.
+            unsafe { copy_in(&bytes[len..len + piece_len], base) };
+            len += piece_len;
+        }
+        len
+    }
+
+    /// The next stretch of a piece, at most `len_max` bytes; none if there is nothing left, here or there.
+    fn next_piece(&self, cursor: &mut Cursor, len_max: usize) -> Option<(NonNull<u8>, usize)> {
+        let piece = self.list.get(cursor.piece).filter(|_| len_max > 0)?;
+        let len = (piece.iov_len - cursor.offset).min(len_max);
+        // Wrapping, so that computing an address is not an access; it lies inside the piece.
+        let base = NonNull::new(piece.iov_base.cast::<u8>().wrapping_add(cursor.offset))?;
+        cursor.offset += len;
+        cursor.taken += len;
+        if cursor.offset == piece.iov_len {
+            (cursor.piece, cursor.offset) = (cursor.piece + 1, 0);
+        }
+        Some((base, len))
+    }
+
     fn header(&mut self) -> libc::msghdr {
         // SAFETY: all-zero bytes are a valid msghdr: null pointers and zero lengths.
         let mut header: libc::msghdr = unsafe { core::mem::zeroed() };
         header.msg_iov = self.list.as_mut_ptr();
         header.msg_iovlen = self.list.len() as _;
         header
+    }
+}
+
+/// A place in [`Vectors`].
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Cursor {
+    piece: usize,
+    offset: usize,
+    taken: usize,
+}
+
+impl Cursor {
+    /// Bytes before it.
+    pub(super) fn taken(self) -> usize {
+        self.taken
     }
 }
 
@@ -137,14 +194,19 @@ fn outcome(result: isize, at_zero: Transfer) -> Transfer {
         Ok(len) => Transfer::Bytes(len),
         Err(_) => {
             let errno = std::io::Error::last_os_error().raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error);
-            match errno {
-                Errno::AGAIN | Errno::INTR | Errno::NOBUFS => Transfer::Blocked,
-                Errno::CONNRESET | Errno::PIPE | Errno::TIMEDOUT | Errno::HOSTUNREACH | Errno::CONNABORTED => {
-                    Transfer::Broken(LinkDownReason::PeerGone)
-                }
-                other => Transfer::Broken(system(other)),
-            }
+            fault(errno)
         }
+    }
+}
+
+/// What it means that a system call moved nothing.
+pub(super) fn fault(errno: Errno) -> Transfer {
+    match errno {
+        Errno::AGAIN | Errno::INTR | Errno::NOBUFS => Transfer::Blocked,
+        Errno::CONNRESET | Errno::PIPE | Errno::TIMEDOUT | Errno::HOSTUNREACH | Errno::CONNABORTED => {
+            Transfer::Broken(LinkDownReason::PeerGone)
+        }
+        other => Transfer::Broken(system(other)),
     }
 }
 

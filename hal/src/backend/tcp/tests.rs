@@ -117,9 +117,13 @@ impl Node {
     }
 
     pub(super) fn open(&mut self, link: LinkId, fd: OwnedFd, read_ahead: &[u8]) {
-        let lane = LaneFacts { side: LaneSide::Dialed, generation: 1, incarnation: 1, peer_incarnation: 1 };
+        let lane = Self::lane(LaneSide::Dialed);
         let connection = Connection::Stream { fd, read_ahead: read_ahead.to_vec(), lane };
         self.device.open(self.now, link, connection).unwrap();
+    }
+
+    pub(super) fn lane(side: LaneSide) -> LaneFacts {
+        LaneFacts { side, generation: 1, incarnation: 1, peer_incarnation: 1 }
     }
 
     pub(super) fn bytes(&mut self, offset: usize, len: usize) -> &mut [u8] {
@@ -156,13 +160,13 @@ impl Node {
     }
 }
 
-fn tcp_pair() -> (OwnedFd, OwnedFd) {
+pub(super) fn tcp_pair() -> (OwnedFd, OwnedFd) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let dialed = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     (dialed.into(), listener.accept().unwrap().0.into())
 }
 
-fn unix_pair() -> (OwnedFd, OwnedFd) {
+pub(super) fn unix_pair() -> (OwnedFd, OwnedFd) {
     let (a, b) = std::os::unix::net::UnixStream::pair().unwrap();
     (a.into(), b.into())
 }
@@ -176,7 +180,7 @@ fn nodes(len: usize, options: TcpOptions) -> (Node, Node) {
 }
 
 /// Polls both until `ticket` of `left` finished.
-fn finish(left: &mut Node, right: &mut Node, ticket: TicketId) -> Outcome {
+pub(super) fn finish(left: &mut Node, right: &mut Node, ticket: TicketId) -> Outcome {
     for _ in 0..1_000_000 {
         left.poll();
         right.poll();
@@ -187,13 +191,13 @@ fn finish(left: &mut Node, right: &mut Node, ticket: TicketId) -> Outcome {
     panic!("ticket {ticket:?} never finished; down: {:?}, {:?}", left.owner.down, right.owner.down);
 }
 
-fn fill(bytes: &mut [u8], seed: u64) {
+pub(super) fn fill(bytes: &mut [u8], seed: u64) {
     for (index, byte) in (0u64..).zip(bytes) {
         *byte = ((index + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56).to_le_bytes()[0];
     }
 }
 
-fn checksummed() -> TcpOptions {
+pub(super) fn checksummed() -> TcpOptions {
     TcpOptions { checksum: Checksum::Crc32c, ..TcpOptions::default() }
 }
 

@@ -7,7 +7,6 @@
 
 use core::ptr::NonNull;
 use std::collections::VecDeque;
-use std::os::fd::BorrowedFd;
 
 use millpond_core::wire::MOVES_MAX;
 use millpond_core::wire::frame::{AckCode, Arrival, Frame, Tag, Trail, Trailer, WireExtent};
@@ -15,6 +14,7 @@ use millpond_core::wire::frame::{AckCode, Arrival, Frame, Tag, Trail, Trailer, W
 use super::serve::{Failure, Jobs, Place, advanced, note_failure, refusal_code, rest_of};
 use super::socket::{self, Transfer, Vectors};
 use super::ticket::{SliceState, Tickets};
+use super::wire::Wire;
 use crate::contract::{Access, Event, Inbound, LinkDownReason, LinkId, RemoteRange, TicketId};
 
 /// Bytes that one frame moves, at most: small enough that an answer behind it does not wait long.
@@ -126,6 +126,8 @@ pub(super) struct Style {
     pub(super) checksummed: bool,
     pub(super) link: LinkId,
     pub(super) lane_slot: u32,
+    /// The lane ends when nobody used it for long.
+    pub(super) retires: bool,
 }
 
 /// What a device lends to a lane while it takes its turn.
@@ -315,7 +317,7 @@ impl Transmitter {
     /// Sends what there is, at most about `budget` bytes. Without `inbound` nothing that a peer reads is sent.
     pub(super) fn flush(
         &mut self,
-        fd: BorrowedFd<'_>,
+        wire: &mut Wire,
         budget: u64,
         tools: &mut Tools,
         mut inbound: Option<&mut dyn Inbound>,
@@ -337,7 +339,7 @@ impl Transmitter {
             // SAFETY:
             // - valid for reads: heads and tails belong to queued frames, which stay as they are until `advance`; local
             //   memory is lent until the ticket is finished; resolved memory is good until the current poll returns.
-            let sent = match unsafe { socket::send(fd, &mut tools.vectors) } {
+            let sent = match unsafe { wire.send(&mut tools.vectors) } {
                 Transfer::Bytes(sent) => sent,
                 Transfer::Blocked | Transfer::End => return Flushed::Blocked,
                 Transfer::Broken(reason) => return Flushed::Broken(reason),
