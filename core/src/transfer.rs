@@ -277,6 +277,9 @@ pub struct Config {
     pub window_per_peer: Window,
     /// Bytes that may be queued or under way to one peer. 4 GiB.
     pub bytes_per_peer_max: u64,
+    /// Where the share of chance in the waits between dials comes from: another number at each node, so that those who lost
+    /// one peer do not come back to it in step.
+    pub dial_seed: u64,
     /// Bytes under way on the paths of a transport from which another path of it is worth its dial. 8 MiB.
     pub spread_bytes: u64,
 }
@@ -290,6 +293,7 @@ impl Default for Config {
             connect_deadline: Duration::from_millis(900),
             window_per_peer: Window { bytes: 1 << 30, moves: 1 << 22, slices: 1 << 12 },
             bytes_per_peer_max: 4 << 30,
+            dial_seed: 0,
             spread_bytes: 8 << 20,
         }
     }

@@ -198,14 +198,16 @@ impl Path {
         self.state = State::Down { is_dialling: false };
     }
 
-    pub(super) fn on_dial_failed(&mut self, now: Instant) {
+    /// `chance` is any number, another each time: the wait is between a half of what its doubling gives and the whole.
+    pub(super) fn on_dial_failed(&mut self, now: Instant, chance: u64) {
         if let State::Down { is_dialling } = &mut self.state {
             *is_dialling = false;
         }
         let wait = REDIAL_MIN.saturating_mul(1 << self.failed_dials.min(5)).min(REDIAL_MAX);
         self.failed_dials = self.failed_dials.saturating_add(1);
         self.failing_since.get_or_insert(now);
-        self.redial_at = now + wait;
+        let half = wait.as_nanos() / 2;
+        self.redial_at = now + Duration::from_nanos(half + scaled(half, chance >> 32, 1 << 32));
     }
 
     /// Whether it should be dialled now.

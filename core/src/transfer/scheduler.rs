@@ -2,6 +2,8 @@
 //!
 //! First half of the machine; `poll` is the other one, which says what is to be done. Nothing here chooses a path.
 
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
 use super::job::{Enforced, Job, JobSpec, Slice, SliceState, Work};
 use super::path::{PathSpec, State};
 use super::peer::{Peer, Place, bits};
@@ -59,6 +61,7 @@ pub struct Scheduler<J, S, P> {
     pub(super) due: Handle,
     pub(super) counters: Counters,
     next_number: u64,
+    dials_failed: u64,
     pub(super) wake: Instant,
     /// A slice whose contents are to be said.
     pub(super) cutting: Option<Handle>,
@@ -81,6 +84,7 @@ where
             due: Handle::default(),
             counters: Counters::default(),
             next_number: 0,
+            dials_failed: 0,
             wake: Instant::NEVER,
             cutting: None,
             is_starved: false,
@@ -469,10 +473,11 @@ where
         }
     }
 
-    /// A dial did not succeed; it is asked for again after a wait that doubles.
+    /// A dial did not succeed; it is asked for again after a wait that doubles, less a share that the seed draws.
     pub fn on_dial_failed(&mut self, now: Instant, key: Handle, id: PathId) {
         let Some(path) = self.peers.get_mut(key).and_then(|peer| peer.path_mut(id)) else { return };
-        path.on_dial_failed(now);
+        self.dials_failed += 1;
+        path.on_dial_failed(now, xxh3_64_with_seed(&self.dials_failed.to_le_bytes(), self.config.dial_seed));
         self.wake = self.wake.min(path.redial_at(now));
         self.mark_due(key);
     }

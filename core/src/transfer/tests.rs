@@ -252,6 +252,41 @@ fn nothing_is_posted_beyond_the_receivers_credit_and_late_news_of_it_changes_not
     assert_eq!(rig.posts(), []);
 }
 
+/// When a node with that seed dials a peer that does not answer.
+fn redials(seed: u64) -> Vec<Instant> {
+    let mut rig = Rig::with_config(Config { dial_seed: seed, ..Config::default() }, &[PathSpec::new(TCP, 0)]);
+    rig.down(0, 1);
+    let spec = rig.spec(10);
+    rig.submit(spec);
+    let mut dials = Vec::new();
+    for _ in 0..3_000 {
+        if let [Action::Dial { .. }] = rig.actions()[..] {
+            dials.push(rig.now);
+            rig.scheduler.on_dial_failed(rig.now, rig.peer, path(0));
+        }
+        rig.after(millis(1));
+    }
+    dials
+}
+
+#[test]
+fn who_lost_one_peer_do_not_come_back_to_it_in_step() {
+    assert_eq!(redials(1), redials(1), "the seed alone decides");
+    let clients: Vec<Vec<Instant>> = (0..64).map(redials).collect();
+    for client in &clients {
+        let waits: Vec<Duration> = client.windows(2).map(|pair| pair[1].since(pair[0])).collect();
+        assert!(waits.iter().all(|wait| (millis(10)..=millis(501)).contains(wait)), "{waits:?}");
+        assert!(waits[7] >= millis(250), "it grows to the whole nevertheless: {waits:?}");
+    }
+    for nth in [4, 6] {
+        let mut times: Vec<Instant> = clients.iter().map(|client| client[nth]).collect();
+        times.sort_unstable();
+        let together =
+            times.iter().map(|from| times.iter().filter(|at| (*from..*from + millis(10)).contains(at)).count());
+        assert!(together.max().unwrap() < 24, "dial {nth}: {times:?}");
+    }
+}
+
 #[test]
 fn queued_work_waits_for_a_lane_until_its_own_deadline() {
     let mut rig = Rig::new(&[PathSpec::new(TCP, 0)]);

@@ -308,6 +308,8 @@ fields! {
     Capacity = 13 => "capacity: the node has its maximum of connections; retry later",
     /// The node is going away.
     Draining = 14 => "draining: the node is going away; use another",
+    /// The port takes TLS only.
+    Tls = 15 => "TLS: this port takes nothing else; set [tls] on both nodes or on neither",
 }
 
 /// Why one side refused the other: the field at fault, and its value on both sides where that is a number.

@@ -66,13 +66,15 @@ pub struct Config {
     pub key: Option<Key>,
     /// The node a dialer means to reach, if it knows.
     pub expected_node: Option<[u8; 16]>,
+    /// What an acceptor refuses every hello for, unread.
+    pub refusal: Option<Refusal>,
 }
 
 impl Config {
     /// No key, no expectation, this code's versions.
     #[must_use]
     pub fn new(hello: Hello) -> Self {
-        Self { hello, versions: Versions::OURS, key: None, expected_node: None }
+        Self { hello, versions: Versions::OURS, key: None, expected_node: None, refusal: None }
     }
 
     /// The same with a shared key.
@@ -85,6 +87,12 @@ impl Config {
     #[must_use]
     pub fn expecting(self, node: [u8; 16]) -> Self {
         Self { expected_node: Some(node), ..self }
+    }
+
+    /// The same, for an acceptor that lets nobody in and says why: for connections that came the wrong way.
+    #[must_use]
+    pub fn refusing(self, refusal: Refusal) -> Self {
+        Self { refusal: Some(refusal), ..self }
     }
 
     /// The same with other versions.
@@ -333,8 +341,11 @@ impl Session {
             self.state = State::Failed(Failure::Malformed);
             return;
         };
-        if message == Message::Hello && self.awaiting == Await::Hello && self.config.versions.common(versions).is_none()
-        {
+        let is_first = message == Message::Hello && self.awaiting == Await::Hello;
+        if let Some(refusal) = self.config.refusal.filter(|_| is_first) {
+            return self.fail_with(refusal);
+        }
+        if is_first && self.config.versions.common(versions).is_none() {
             let (refuser, refused) = (self.config.versions.max.into(), versions.max.into());
             return self.fail_with(Refusal { field: Field::Version, refuser, refused });
         }
@@ -608,6 +619,15 @@ mod tests {
         assert_eq!(failure(acceptor.state()), Failure::Foreign(Foreign::Http));
         assert!(acceptor.poll_output().starts_with(b"HTTP/1.1 426"));
         assert_eq!((acceptor.wants(), acceptor.on_bytes(b"more")), (0, 0));
+    }
+
+    #[test]
+    fn an_acceptor_that_lets_nobody_in_says_why_before_anything_is_proven() {
+        let refusal = Refusal::of(Field::Tls);
+        let keyed = config(1).with_key(Key::new(b"k"));
+        let (dialer, acceptor) = shake(keyed, config(2).refusing(refusal), |_, _| {});
+        assert_eq!(failure(dialer), Failure::RefusedByPeer(refusal));
+        assert_eq!(failure(acceptor), Failure::RefusedByUs(refusal));
     }
 
     #[test]
