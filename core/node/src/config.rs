@@ -24,6 +24,7 @@ use millpond_core::time::Duration;
 
 pub use self::settings::{Origin, Setting};
 use self::settings::{Reader, Value};
+use crate::tls::Files;
 
 /// Why a configuration cannot be used.
 ///
@@ -120,6 +121,8 @@ pub enum ConfigError {
 pub struct Config {
     /// What every node has.
     pub node: Node,
+    /// The certificates of its node port, if sessions and lanes are encrypted.
+    pub tls: Option<Files>,
     /// Where the directory is, for those who use the store: `host:port`; empty if there is no store.
     pub directory: String,
     /// The store role.
@@ -150,7 +153,8 @@ pub struct Node {
     pub name: String,
     /// The node port: control sessions and lanes.
     pub listen: SocketAddr,
-    /// Where peers reach the node port, `host:port`; empty: where it listens.
+    /// Where peers reach the node port, `host:port`; several, divided by commas, where it is in several networks, the best
+    /// first. Empty: where it listens.
     pub advertise: String,
     /// The HTTP port: the API of a router, and the pages every node has.
     pub http: SocketAddr,
@@ -162,6 +166,10 @@ pub struct Node {
     pub via: String,
     /// How long a node that was told to stop may take.
     pub drain: Duration,
+    /// Whether payloads over tcp carry a checksum of our own.
+    pub checksums: bool,
+    /// A tcp lane that nobody used for so long is closed, until it is used again.
+    pub lane_idle: Duration,
 }
 
 /// The store role.
@@ -271,6 +279,7 @@ impl Config {
     pub fn parse(text: &str, environment: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
         let mut reader = Reader::new(text, &environment)?;
         let node = node(&mut reader)?;
+        let tls = tls(&mut reader)?;
         reader.section("directory");
         let directory = reader.text("directory.address", "")?.0;
         let has_store = reader.section("store");
@@ -305,6 +314,7 @@ impl Config {
         };
         let mut config = Self {
             node,
+            tls,
             directory,
             store: has_store.then_some(store),
             model,
@@ -341,8 +351,10 @@ impl Config {
             }
             _ => {}
         }
-        if self.node.key.is_empty() && !self.node.listen.ip().is_loopback() {
-            return wrong("`node.listen` is not loopback, so `node.key` must be set: without it anybody is let in");
+        if self.node.key.is_empty() && self.tls.is_none() && !self.node.listen.ip().is_loopback() {
+            return wrong(
+                "`node.listen` is not loopback, so `node.key` or [tls] must be set: without them anybody is let in",
+            );
         }
         Ok(())
     }
@@ -390,13 +402,37 @@ fn node(reader: &mut Reader<'_>) -> Result<Node, ConfigError> {
     Ok(Node {
         name: reader.parsed("node.name", "", name)?,
         listen: reader.parsed("node.listen", "127.0.0.1:7000", address)?,
-        advertise: reader.text("node.advertise", "")?.0,
+        advertise: reader.texts("node.advertise")?.join(","),
         http: reader.parsed("node.http", "127.0.0.1:8000", address)?,
         data: (!data.is_empty()).then(|| PathBuf::from(data)),
         key: reader.text("node.key", "")?.0,
         via: reader.parsed("node.via", "auto", via)?,
         drain: reader.parsed("node.drain", "5s", parse_span)?,
+        checksums: reader.flag("node.checksums", Value::Flag(false))?,
+        lane_idle: reader.parsed("node.lane_idle", "10m", parse_span)?,
     })
+}
+
+/// The names are those of Prometheus' `tls_config`.
+fn tls(reader: &mut Reader<'_>) -> Result<Option<Files>, ConfigError> {
+    let has_section = reader.section("tls");
+    let keys = ["tls.cert_file", "tls.key_file", "tls.ca_file"];
+    let mut paths = Vec::new();
+    for key in keys {
+        paths.push(reader.text(key, "")?.0);
+    }
+    let server_name = reader.text("tls.server_name", "")?.0;
+    if !has_section && paths.iter().all(String::is_empty) {
+        return Ok(None);
+    }
+    if let Some(missing) = paths.iter().position(String::is_empty) {
+        let reason = format!("[tls] needs `{}` too: both ends of every connection show a certificate", keys[missing]);
+        return Err(ConfigError::Roles { reason });
+    }
+    let [cert_file, key_file, ca_file] = &paths[..] else { return Ok(None) };
+    let mut files = Files::new(cert_file, key_file, ca_file);
+    files.server_name = server_name;
+    Ok(Some(files))
 }
 
 /// Nodes that listen on a port of their own choosing are told apart by their processes.
@@ -538,6 +574,11 @@ mod tests {
         assert!(error("[store]").contains("store.directory"));
         assert!(error("[router]").contains("router.decode"));
         assert!(error("[decode]\n[node]\nlisten = \"0.0.0.0:7000\"").contains("node.key"));
+        assert!(error("[decode]\n[tls]\ncert_file = \"a\"\nca_file = \"b\"").contains("tls.key_file"));
+        assert!(error("[decode]\n[tls]").contains("tls.cert_file"));
+        let secured =
+            "[decode]\n[node]\nlisten = \"0.0.0.0:7000\"\n[tls]\ncert_file = \"a\"\nkey_file = \"b\"\nca_file = \"c\"";
+        assert_eq!(Config::parse(secured, |_| None).unwrap().tls, Some(Files::new("a", "b", "c")));
     }
 
     #[test]

@@ -38,3 +38,5 @@ pub mod serve;
 pub mod session;
 #[cfg(feature = "store")]
 pub mod store;
+#[cfg(feature = "engine")]
+pub mod tls;

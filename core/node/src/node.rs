@@ -29,6 +29,7 @@ use crate::metrics::Registry;
 use crate::rpc;
 use crate::runtime::{Runtime, Stop, Task, by, local_addr, start};
 use crate::session::{self, Acceptor, Credentials, Lane, Session, Target};
+use crate::tls::Tls;
 
 /// File in a node's data directory that holds its last incarnation.
 const INCARNATION_FILE: &str = "incarnation";
@@ -138,13 +139,15 @@ pub enum NodeError {
 /// let options = Options::new(me);
 /// assert!(options.listen.ip().is_loopback() && options.key.is_none());
 /// ```
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
     /// Who it is; see [`identity`].
     pub identity: Identity,
     /// The key that all nodes of the cluster share. Default: none, and whoever reaches the port is let in.
     pub key: Option<Key>,
+    /// The certificates of this node. Default: none, and sessions are not encrypted.
+    pub tls: Option<Tls>,
     /// The KV layout, if it is to be compared with that of peers.
     pub layout: Option<KvLayout>,
     /// Its port. Default: a free one on loopback.
@@ -164,6 +167,7 @@ impl Options {
         Self {
             identity,
             key: None,
+            tls: None,
             layout: None,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             sessions: session::Limits::default(),
@@ -417,7 +421,8 @@ impl<R: Runtime> Node<R> {
     #[must_use]
     pub fn credentials(&self) -> Credentials {
         let mut credentials = Credentials::new(self.inner.options.identity);
-        (credentials.key, credentials.layout) = (self.inner.options.key, self.inner.options.layout);
+        let Options { key, layout, tls, .. } = &self.inner.options;
+        (credentials.key, credentials.layout, credentials.tls) = (*key, *layout, tls.clone());
         credentials
     }
 

@@ -32,6 +32,7 @@ use crate::rpc;
 use crate::runtime::{Runtime, Stop, blocking, within};
 use crate::session::{SessionError, Target};
 use crate::store::{Place, RoleError, StoreConfig, StoreRole};
+use crate::tls::{Tls, TlsError};
 
 pub(crate) use counts::DOWNGRADES;
 use counts::{Counts, Pools};
@@ -59,6 +60,9 @@ pub enum ServeError {
     /// Its port or data directory.
     #[error(transparent)]
     Node(#[from] NodeError),
+    /// The files of `[tls]`.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The engine.
     #[error("the transfer engine cannot start: {0}")]
     Engine(#[from] engine::StartError),
@@ -133,7 +137,9 @@ impl<R: Runtime> Serving<R> {
         let data = config.node.data.as_deref().map(node::claim).transpose()?;
         let identity = node::identity(&config.node.name, config.node.data.as_deref())?;
         let key = (!config.node.key.is_empty()).then(|| Key::new(config.node.key.as_bytes()));
+        let tls = config.tls.as_ref().map(Tls::load).transpose()?;
         let mut options = node::Options::new(identity);
+        options.tls = tls;
         (options.key, options.listen, options.drain_span_max) = (key, config.node.listen, config.node.drain);
         let node = Node::new(runtime.clone(), options);
         if config.node.advertise.is_empty() && config.node.listen.ip().is_unspecified() {
@@ -191,7 +197,9 @@ fn parse(key: &'static str, address: &str) -> Result<Target, ServeError> {
 
 fn start_engine<R: Runtime>(node: &Node<R>, config: &Config) -> Result<Engine<R>, ServeError> {
     let mut options = engine::Options::new(node.identity());
-    options.key = node.credentials().key;
+    let credentials = node.credentials();
+    (options.key, options.tls) = (credentials.key, credentials.tls);
+    (options.checksums, options.lane_idle_span_max) = (config.node.checksums, config.node.lane_idle);
     if via(config) == Some(Via::Tcp) {
         options.transports = vec![Via::Local, Via::Tcp];
     }

@@ -22,9 +22,15 @@ use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::HELLO_LEN_MAX;
 use millpond_core::wire::hello::{Field, Hello, Identity, KvLayout, Purpose, Refusal};
 use millpond_core::wire::session::{Config, Failure, Key, Peer, Session as Machine, State};
+use millpond_hal::contract::Cipher;
 use parking_lot::Mutex;
 
 use crate::runtime::{Runtime, Stop, Stream, by, within};
+use crate::tls::{self, Channel, Rejected, Tls};
+
+mod target;
+
+pub use target::Target;
 
 /// How long a closing node listens on, so that its last words arrive.
 const LINGER: Duration = Duration::from_secs(1);
@@ -45,7 +51,7 @@ const KNOWN_MAX: usize = 4096;
 /// let credentials = Credentials::new(me).with_key(Key::new(b"secret"));
 /// assert!(credentials.key.is_some());
 /// ```
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Credentials {
     /// Who this node is.
@@ -54,13 +60,15 @@ pub struct Credentials {
     pub key: Option<Key>,
     /// The KV layout, if peers must have the same one.
     pub layout: Option<KvLayout>,
+    /// The certificates of both roles, if sessions are encrypted; then nobody is let in without one.
+    pub tls: Option<Tls>,
 }
 
 impl Credentials {
-    /// No key, no layout.
+    /// No key, no layout, no TLS.
     #[must_use]
     pub fn new(identity: Identity) -> Self {
-        Self { identity, key: None, layout: None }
+        Self { identity, key: None, layout: None, tls: None }
     }
 
     /// The same with a shared key.
@@ -73,6 +81,12 @@ impl Credentials {
     #[must_use]
     pub fn with_layout(self, layout: KvLayout) -> Self {
         Self { layout: Some(layout), ..self }
+    }
+
+    /// The same under TLS.
+    #[must_use]
+    pub fn with_tls(self, tls: Tls) -> Self {
+        Self { tls: Some(tls), ..self }
     }
 
     fn config(&self, purpose: Purpose) -> Config {
@@ -125,6 +139,14 @@ pub enum SessionError {
         /// What went wrong; a refusal names its field.
         failure: Failure,
     },
+    /// TLS does not come about: certificates that do not go together, or an end without TLS.
+    #[error("no TLS with {peer}: {why}")]
+    Tls {
+        /// Who was at the other end.
+        peer: String,
+        /// What is wrong and how to mend it.
+        why: String,
+    },
     /// The connection broke during the hello.
     #[error("the connection with {peer} broke during the hello: {source}")]
     Broken {
@@ -159,7 +181,7 @@ impl SessionError {
     #[must_use]
     pub fn is_passing(&self) -> bool {
         match self {
-            Self::Address { .. } => false,
+            Self::Address { .. } | Self::Tls { .. } => false,
             Self::Hello { failure, .. } => match failure {
                 Failure::Closed => true,
                 Failure::RefusedByPeer(refusal) => matches!(refusal.field, Field::Capacity | Field::Draining),
@@ -189,8 +211,8 @@ impl Drop for Permit {
 /// Example: `verify/tests/runtimes/session.rs`.
 #[derive(Debug)]
 pub struct Session<S> {
-    /// The bytes that follow the hello.
-    pub stream: S,
+    /// The bytes that follow the hello. What is written may wait until it is flushed.
+    pub stream: Channel<S>,
     /// Who is at the other end, and what the session is for.
     pub peer: Peer,
     /// Where the other end is.
@@ -206,6 +228,8 @@ pub struct Session<S> {
 pub struct Lane {
     /// The connected, non-blocking socket. The next byte to be read is the first after the hello.
     pub fd: OwnedFd,
+    /// What the lane goes on under; bytes read beyond the hello are in it.
+    pub cipher: Option<Box<dyn Cipher>>,
     /// Who is at the other end.
     pub peer: Peer,
     /// Which of the dialer's lanes to this node it is.
@@ -227,78 +251,23 @@ impl<S: Stream> Session<S> {
         let Purpose::Lane { index, generation } = self.peer.hello.purpose else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a control session is no data lane"));
         };
-        let fd = self.stream.into_fd()?;
-        Ok(Lane { fd, peer: self.peer, index, generation, address: self.address, permit: self.permit })
+        let (fd, cipher) = self.stream.into_fd()?;
+        Ok(Lane { fd, cipher, peer: self.peer, index, generation, address: self.address, permit: self.permit })
     }
 }
 
-/// Whom to reach: an address as people write it, and the node that is meant if that is known.
-///
-/// ```
-/// use millpond_node::session::Target;
-/// assert_eq!(Target::parse("[fe80::1%eth0]:7000").unwrap().to_string(), "[fe80::1%eth0]:7000");
-/// assert!(Target::parse("localhost").is_err());
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Target {
-    host: String,
-    port: u16,
-    node: Option<[u8; 16]>,
+/// Until when the next of `left` addresses may take, so that each has its share of the time to `deadline`.
+pub(crate) fn share(now: Instant, deadline: Instant, left: usize) -> Instant {
+    let shares = u64::try_from(left).unwrap_or(u64::MAX).max(1);
+    now + Duration::from_nanos(deadline.since(now).as_nanos() / shares)
 }
 
-impl Target {
-    /// The target that `address` (`host:port`, `[ipv6]:port`, `[ipv6%scope]:port`) names.
-    ///
-    /// # Errors
-    /// [`SessionError::Address`] if it names none.
-    pub fn parse(address: &str) -> Result<Self, SessionError> {
-        let wrong = || SessionError::Address { address: address.to_owned() };
-        let (host, port) = address.rsplit_once(':').ok_or_else(wrong)?;
-        let inner = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-        let host = inner.unwrap_or(host);
-        // A colon in a host without brackets would leave open where the port begins.
-        if host.is_empty() || (inner.is_none() && host.contains(':')) {
-            return Err(wrong());
-        }
-        Ok(Self { host: host.to_owned(), port: port.parse().map_err(|_| wrong())?, node: None })
-    }
-
-    /// Its addresses, in the system's order.
-    ///
-    /// # Errors
-    /// The resolver's answer.
-    pub async fn resolve<R: Runtime>(&self, runtime: &R) -> io::Result<Vec<SocketAddr>> {
-        runtime.resolve(&self.host, self.port).await
-    }
-
-    /// The same, if it is this node and no other.
-    #[must_use]
-    pub fn expecting(self, node: [u8; 16]) -> Self {
-        Self { node: Some(node), ..self }
-    }
-}
-
-impl From<SocketAddr> for Target {
-    fn from(address: SocketAddr) -> Self {
-        let host = match address {
-            SocketAddr::V6(v6) if v6.scope_id() != 0 => format!("{}%{}", v6.ip(), v6.scope_id()),
-            _ => address.ip().to_string(),
-        };
-        Self { host, port: address.port(), node: None }
-    }
-}
-
-impl fmt::Display for Target {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (host, port) = (&self.host, self.port);
-        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
-    }
-}
-
-/// Opens a session with `target` by `deadline`, trying its addresses in turn.
+/// Opens a session with `target` by `deadline`, trying its addresses in turn; each has its share of the time, so that one
+/// which swallows everything does not use it up.
 ///
 /// # Errors
-/// No session; every kind of [`SessionError`]. A refusal ends the search, other failures go on to the next address.
+/// No session; every kind of [`SessionError`]. A refusal ends the search, unless another node answers there; other failures
+/// go on to the next address.
 pub async fn dial<R: Runtime>(
     runtime: &R,
     target: &Target,
@@ -308,12 +277,16 @@ pub async fn dial<R: Runtime>(
 ) -> Result<Session<R::Stream>, SessionError> {
     let (start, peer) = (runtime.now(), target.to_string());
     let late = |_| SessionError::Deadline { peer: peer.clone(), waited: deadline.since(start) };
-    let addresses = by(runtime, deadline, runtime.resolve(&target.host, target.port)).await.map_err(late)?;
+    let addresses = by(runtime, deadline, target.resolve(runtime)).await.map_err(late)?;
     let addresses = addresses.map_err(|source| SessionError::Resolve { peer: peer.clone(), source })?;
     let mut failed = None;
-    for address in addresses {
-        match by(runtime, deadline, dial_one(runtime, target, address, purpose, credentials)).await.map_err(late)? {
-            Err(error) if error.refusal().is_none() => failed = Some(error),
+    for (index, address) in addresses.iter().enumerate() {
+        let until = share(runtime.now(), deadline, addresses.len() - index);
+        let dialled = by(runtime, until, dial_one(runtime, target, *address, purpose, credentials)).await;
+        let outcome = dialled.unwrap_or_else(|elapsed| Err(late(elapsed)));
+        let is_final = |refusal: Refusal| refusal.field != Field::Node;
+        match outcome {
+            Err(error) if !error.refusal().is_some_and(is_final) => failed = Some(error),
             outcome => return outcome,
         }
     }
@@ -330,9 +303,10 @@ async fn dial_one<R: Runtime>(
 ) -> Result<Session<R::Stream>, SessionError> {
     let peer = target.to_string();
     let connected = runtime.dial(address).await;
-    let mut stream = connected.map_err(|source| SessionError::Connect { peer: peer.clone(), source })?;
+    let stream = connected.map_err(|source| SessionError::Connect { peer: peer.clone(), source })?;
     // Small frames must not wait for each other; a system without the option is only slower.
     let _ = rustix::net::sockopt::set_tcp_nodelay(stream.as_fd(), true);
+    let mut stream = connect(credentials, stream).await.map_err(|ended| ended.into_error(peer.clone()))?;
     let config = credentials.config(purpose);
     let config = target.node.map_or(config, |node| config.expecting(node));
     let mut machine = Box::new(Machine::dial(config, nonce()));
@@ -472,17 +446,16 @@ impl Acceptor {
     pub async fn accept<R: Runtime>(
         &self,
         runtime: &R,
-        mut stream: R::Stream,
+        stream: R::Stream,
         address: SocketAddr,
     ) -> Result<Session<R::Stream>, SessionError> {
         let _ = rustix::net::sockopt::set_tcp_nodelay(stream.as_fd(), true);
-        let mut machine = Box::new(Machine::accept(self.credentials.config(Purpose::Control), nonce()));
         let mut permit = Permit::default();
         let decide = |peer: &Peer| self.decide(peer).map(|granted| permit = granted);
-        let met = within(runtime, self.limits.hello_span_max, shake(&mut stream, &mut machine, decide)).await;
+        let met = within(runtime, self.limits.hello_span_max, greet(stream, &self.credentials, decide)).await;
         match met {
-            Ok(Ok(peer)) => Ok(Session { stream, peer, address, permit }),
-            Ok(Err(ended)) => {
+            Ok(Ok((stream, peer))) => Ok(Session { stream, peer, address, permit }),
+            Ok(Err((ended, mut stream))) => {
                 drop(permit);
                 linger(runtime, &mut stream).await;
                 Err(ended.into_error(address.to_string()))
@@ -561,36 +534,80 @@ impl Ended {
     fn into_error(self, peer: String) -> SessionError {
         match self {
             Self::Failed(failure) => SessionError::Hello { peer, failure },
-            Self::Broken(source) => SessionError::Broken { peer, source },
+            Self::Broken(source) => match tls::fault(&source) {
+                Some(why) => SessionError::Tls { peer, why },
+                None => SessionError::Broken { peer, source },
+            },
         }
     }
 }
 
-/// The dialing end of a hello over any stream, with `node` and no other.
+/// The dialing end of a hello over any stream, with `node` and no other. The stream goes on without TLS: the kernel of one
+/// host says who is at its ends.
 ///
 /// # Errors
 /// No session; what the hello came to.
 pub(crate) async fn shake_as_dialer<S: AsyncRead + AsyncWrite + Unpin>(
-    stream: &mut S,
+    stream: S,
     credentials: &Credentials,
     purpose: Purpose,
     node: [u8; 16],
-) -> Result<Peer, SessionError> {
+) -> Result<(S, Peer), SessionError> {
+    let failed = |ended: Ended| ended.into_error(LOCAL.to_owned());
+    let mut stream = connect(credentials, stream).await.map_err(failed)?;
     let mut machine = Box::new(Machine::dial(credentials.config(purpose).expecting(node), nonce()));
-    shake(stream, &mut machine, |_| Ok(())).await.map_err(|ended| ended.into_error("a process of this host".to_owned()))
+    let peer = shake(&mut stream, &mut machine, |_| Ok(())).await.map_err(failed)?;
+    Ok((stream.into_socket(), peer))
 }
 
-/// The accepting end of a hello over any stream.
+/// The accepting end of a hello over any stream, which goes on without TLS.
 ///
 /// # Errors
 /// No session; what the hello came to.
 pub(crate) async fn shake_as_acceptor<S: AsyncRead + AsyncWrite + Unpin>(
-    stream: &mut S,
+    stream: S,
     credentials: &Credentials,
     decide: impl FnMut(&Peer) -> Result<(), Refusal>,
-) -> Result<Peer, SessionError> {
-    let mut machine = Box::new(Machine::accept(credentials.config(Purpose::Control), nonce()));
-    shake(stream, &mut machine, decide).await.map_err(|ended| ended.into_error("a process of this host".to_owned()))
+) -> Result<(S, Peer), SessionError> {
+    let met = greet(stream, credentials, decide).await;
+    met.map(|(stream, peer)| (stream.into_socket(), peer)).map_err(|(ended, _)| ended.into_error(LOCAL.to_owned()))
+}
+
+/// The peer's name in errors where it has no address.
+const LOCAL: &str = "a process of this host";
+
+/// TLS, if it is configured, from the dialing end.
+async fn connect<S: AsyncRead + AsyncWrite + Unpin>(credentials: &Credentials, stream: S) -> Result<Channel<S>, Ended> {
+    match &credentials.tls {
+        Some(tls) => tls.connect(stream).await.map_err(Ended::Broken),
+        None => Ok(Channel::plain(stream)),
+    }
+}
+
+/// TLS, if it is configured, and the hello from the accepting end. Whoever is refused is given back, to hear the last words.
+async fn greet<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: S,
+    credentials: &Credentials,
+    decide: impl FnMut(&Peer) -> Result<(), Refusal>,
+) -> Result<(Channel<S>, Peer), (Ended, Channel<S>)> {
+    let mut config = credentials.config(Purpose::Control);
+    let (mut stream, first) = match &credentials.tls {
+        None => (Channel::plain(stream), Vec::new()),
+        Some(tls) => match tls.accept(stream).await {
+            Ok(stream) => (stream, Vec::new()),
+            Err(Rejected::Plain(stream, first)) => {
+                config = config.refusing(Refusal::of(Field::Tls));
+                (Channel::plain(stream), first)
+            }
+            Err(Rejected::Failed(stream, error)) => return Err((Ended::Broken(error), Channel::plain(stream))),
+        },
+    };
+    let mut machine = Box::new(Machine::accept(config, nonce()));
+    machine.on_bytes(&first);
+    match shake(&mut stream, &mut machine, decide).await {
+        Ok(peer) => Ok((stream, peer)),
+        Err(ended) => Err((ended, stream)),
+    }
 }
 
 /// Drives one end of a hello to its end.
@@ -605,6 +622,7 @@ async fn shake<S: AsyncRead + AsyncWrite + Unpin>(
         let output_len = copy_into(machine.poll_output(), &mut bytes);
         if output_len > 0 {
             stream.write_all(&bytes[..output_len]).await.map_err(Ended::Broken)?;
+            stream.flush().await.map_err(Ended::Broken)?;
         }
         match machine.state() {
             State::Established(peer) => return Ok(peer),
@@ -632,7 +650,7 @@ fn copy_into(from: &[u8], to: &mut [u8; HELLO_LEN_MAX]) -> usize {
 }
 
 /// Ends a connection so that what was said last arrives: closing with unread bytes would reset it away.
-fn linger<'a, R: Runtime>(runtime: &'a R, stream: &'a mut R::Stream) -> impl Future<Output = ()> + Send + 'a {
+fn linger<'a, R: Runtime>(runtime: &'a R, stream: &'a mut Channel<R::Stream>) -> impl Future<Output = ()> + Send + 'a {
     let drain = async {
         stream.close().await?;
         let (mut bytes, mut left) = ([0; 1024], LINGER_LEN_MAX);

@@ -13,6 +13,7 @@ use rustix::process::{Pid, getuid, test_kill_process};
 use serde::{Deserialize, Serialize};
 
 use crate::session::{SessionError, Target};
+use crate::tls::{Files, Tls, TlsError};
 
 /// Names another cluster file.
 pub(super) const VARIABLE: &str = "MILLPOND_CLUSTER";
@@ -33,6 +34,32 @@ pub(super) struct At {
         default_value = ""
     )]
     pub(super) key: String,
+    #[command(flatten)]
+    pub(super) tls: TlsArgs,
+}
+
+/// Certificates of a cluster whose nodes have a section [tls]; all three, and only with --node.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(super) struct TlsArgs {
+    /// This command's certificate, of the cluster's CA.
+    #[arg(long = "tls-cert-file", value_name = "FILE", env = "MILLPOND_TLS_CERT_FILE", requires_all = ["key_file", "ca_file"])]
+    cert_file: Option<PathBuf>,
+    /// Its private key.
+    #[arg(long = "tls-key-file", value_name = "FILE", env = "MILLPOND_TLS_KEY_FILE", requires = "cert_file")]
+    key_file: Option<PathBuf>,
+    /// The cluster's CA.
+    #[arg(long = "tls-ca-file", value_name = "FILE", env = "MILLPOND_TLS_CA_FILE", requires = "cert_file")]
+    ca_file: Option<PathBuf>,
+}
+
+impl TlsArgs {
+    /// What they stand for, if they are given.
+    pub(super) fn load(&self) -> Result<Option<Tls>, TlsError> {
+        match (&self.cert_file, &self.key_file, &self.ca_file) {
+            (Some(cert), Some(key), Some(ca)) => Tls::load(&Files::new(cert, key, ca)).map(Some),
+            _ => Ok(None),
+        }
+    }
 }
 
 fn target(text: &str) -> Result<Target, String> {

@@ -149,6 +149,8 @@ pub(super) fn connect<R: Runtime>(runtime: &R, at: &At) -> Result<StoreClient<R>
     let key = (!key.is_empty()).then(|| ClusterKey::new(key.as_bytes()));
     let (mut options, mut engine_options) = (node::Options::new(identity), engine::Options::new(identity));
     (options.key, engine_options.key) = (key, key);
+    let tls = at.tls.load().map_err(|error| Failure::Said(error.to_string()))?;
+    (options.tls, engine_options.tls) = (tls.clone(), tls);
     let engine = Engine::start(runtime.clone(), engine_options)?;
     let node = Node::new(runtime.clone(), options);
     let client = StoreClient::connect(&node, engine, directory, Options::default());

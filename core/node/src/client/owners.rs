@@ -155,7 +155,7 @@ impl<R: Runtime> Owners<R> {
         let lane = |error: &dyn std::fmt::Display| OwnerError::Lane(error.to_string());
         let target = Target::parse(&address).map_err(|error| lane(&error))?.expecting(node.0);
         let runtime = self.engine.runtime().clone();
-        let dialer = Dialer::new(runtime.clone(), target, self.credentials);
+        let dialer = Dialer::new(runtime.clone(), target, self.credentials.clone());
         let limits = Limits {
             dial_span_max: Duration::from_millis(900),
             gone_after: self.options.progress_deadline,
@@ -169,19 +169,13 @@ impl<R: Runtime> Owners<R> {
 
     /// Makes sure that `node` has a lane to this client, over which it can move bytes.
     async fn open_lane(&self, way: &Way<R>, deadline: Instant) -> Result<(), OwnerError> {
-        if way.peer.lock().is_some() {
+        // One that retired is dialled again before the owner is asked, who can only wait for it.
+        if way.peer.lock().as_ref().is_some_and(|peer| self.engine.is_connected(peer)) {
             return Ok(());
         }
         let lane = |error: &dyn std::fmt::Display| OwnerError::Lane(error.to_string());
-        let runtime = self.engine.runtime();
-        let (host, port) = way.address.rsplit_once(':').ok_or_else(|| lane(&"the address has no port"))?;
-        let port = port.parse().map_err(|error| lane(&error))?;
-        let open = async {
-            let addresses = runtime.resolve(host, port).await.map_err(|error| lane(&error))?;
-            let address = addresses.first().ok_or_else(|| lane(&"the name has no address"))?;
-            self.engine.open(*address).await.map_err(|error| lane(&error))
-        };
-        let peer = by(runtime, deadline, open).await.map_err(|error| lane(&error))??;
+        let open = by(self.engine.runtime(), deadline, self.engine.open_named(&way.address));
+        let peer = open.await.map_err(|error| lane(&error))?.map_err(|error| lane(&error))?;
         *way.peer.lock() = Some(peer);
         Ok(())
     }

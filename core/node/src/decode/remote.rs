@@ -40,7 +40,7 @@ impl<R: Runtime> RpcPrefills<R> {
         if clients.len() >= CLIENTS_MAX {
             clients.clear();
         }
-        let client = Client::new(self.runtime.clone(), target, self.credentials);
+        let client = Client::new(self.runtime.clone(), target, self.credentials.clone());
         clients.insert(address.to_owned(), client.clone());
         Ok(client)
     }

@@ -245,9 +245,11 @@ impl Shard {
         tracing::debug!(via = %lane.via, %reason, "a lane ended");
         self.brain.on_down(peer.brain, path, lane.generation);
         // Somebody holds the peer: have the lane back before it is needed. The other end may only be able to wait for us.
+        // One that nobody used for long comes back when it is.
         let is_held = std::sync::Arc::strong_count(&peer.inner) > 1;
         let is_ours = lane_of(path).0 == LaneSide::Dialed;
-        if is_held && is_ours && !peer.is_gone && reason != LinkDownReason::Closed {
+        let is_wanted = !matches!(reason, LinkDownReason::Closed | LinkDownReason::Idle);
+        if is_held && is_ours && !peer.is_gone && is_wanted {
             self.brain.want(now, peer.brain, path);
         }
     }

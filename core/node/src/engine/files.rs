@@ -16,6 +16,8 @@ use millpond_hal::fabric::{FabricError, LinkOptions};
 pub use millpond_hal::fabric::{FileGrant, FileRegion};
 pub use millpond_hal::file::{Caching, FileAccess, FileError, FileOptions, OpenFile};
 
+use parking_lot::Mutex;
+
 use super::batch::Via;
 use super::grant::GrantErrorKind;
 use super::options::Options;
@@ -114,7 +116,9 @@ impl Shard {
         }
         let device = self.fabric.add_device(Box::new(device))?;
         let (identity, address) = (options.identity, None);
-        let inner = |key| Arc::new(PeerInner { key, identity, address, is_self: true, is_files: true });
+        let inner = |key| {
+            Arc::new(PeerInner { key, identity, address, others: Mutex::default(), is_self: true, is_files: true })
+        };
         let peer = self.add_peer(inner, options, now).ok_or(full("all peers are in use"))?;
         self.files = Some(Files { device, peer, driver });
         self.open_files_lane(now);

@@ -37,15 +37,17 @@ use crate::session::{
 /// Unix connections that wait to be accepted, at most.
 const BACKLOG: i32 = 64;
 
-fn credentials(options: &Options) -> Credentials {
-    let credentials = Credentials::new(options.identity);
-    options.key.map_or(credentials, |key| credentials.with_key(key))
+pub(super) fn credentials(options: &Options) -> Credentials {
+    let mut credentials = Credentials::new(options.identity);
+    (credentials.key, credentials.tls) = (options.key, options.tls.clone());
+    credentials
 }
 
 fn open_error(error: &SessionError, address: SocketAddr) -> OpenError {
     match error {
         SessionError::Deadline { .. } => OpenError::Late,
         SessionError::Hello { failure, .. } => OpenError::Hello { why: failure.to_string() },
+        SessionError::Tls { why, .. } => OpenError::Tls { why: why.clone() },
         SessionError::Resolve { peer, source } => OpenError::Resolve { name: peer.clone(), why: source.to_string() },
         other => OpenError::Connect { address, why: other.to_string() },
     }
@@ -77,7 +79,7 @@ async fn open_first<R: Runtime>(runtime: R, core: Arc<Core>, address: SocketAddr
         let found = shard
             .peers
             .iter()
-            .find(|(_, peer)| peer.inner.address == Some(address) && !peer.is_gone && peer.has_lanes());
+            .find(|(_, peer)| peer.inner.addresses().contains(&address) && !peer.is_gone && peer.has_lanes());
         found.map(|(_, peer)| Arc::clone(&peer.inner))
     });
     if let Some(inner) = known {
@@ -109,8 +111,8 @@ fn failed(address: SocketAddr, error: &io::Error) -> OpenError {
 }
 
 fn adopt_dialled(core: &Core, key: Handle, lane: Lane) -> Result<(), String> {
-    let Lane { fd, index, generation, permit, .. } = lane;
-    let lane = NewLane { fd, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit };
+    let Lane { fd, cipher, index, generation, permit, .. } = lane;
+    let lane = NewLane { fd, cipher, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit };
     let opened = core.locked(|shard| shard.open_lane(key, lane, &core.options, boot_time()));
     // The driver may be asleep without this lane, and the peer may be the first to use it.
     core.kick();
@@ -135,7 +137,7 @@ pub(super) async fn dial_wanted<R: Runtime>(runtime: R, core: Arc<Core>, wanted:
 
 async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, String> {
     let address = wanted.inner.address.ok_or("the peer has no address")?;
-    let target = Target::from(address).expecting(wanted.inner.identity.node);
+    let target = Target::from(&wanted.inner.addresses()[..]).expecting(wanted.inner.identity.node);
     let generation = core.locked(Shard::next_generation);
     let purpose = Purpose::Lane { index: wanted.index, generation };
     let deadline = runtime.now() + core.options.connect_deadline;
@@ -146,27 +148,28 @@ async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> 
         core.locked(|shard| shard.peer(met, Some(address), &core.options, boot_time()));
         return Err("the node was restarted".to_owned());
     }
-    let Lane { fd, index, generation, permit, .. } = session.into_lane().map_err(|error| error.to_string())?;
-    Ok(NewLane { fd, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit })
+    let lane = session.into_lane().map_err(|error| error.to_string())?;
+    let Lane { fd, cipher, index, generation, permit, .. } = lane;
+    Ok(NewLane { fd, cipher, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit })
 }
 
 async fn dial_shm<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, String> {
     let identity = wanted.inner.identity;
     let fd = unix_socket().map_err(|error| error.to_string())?;
     connect(&fd, &unix_name(&identity).map_err(|error| error.to_string())?).map_err(|error| error.to_string())?;
-    let mut pipe = UnixPipe::<R>::new(runtime, fd).map_err(|error| error.to_string())?;
+    let pipe = UnixPipe::<R>::new(runtime, fd).map_err(|error| error.to_string())?;
     let generation = core.locked(Shard::next_generation);
     let purpose = Purpose::Lane { index: wanted.index, generation };
     let deadline = runtime.now() + core.options.connect_deadline;
     let credentials = credentials(&core.options);
-    let shaken = by(runtime, deadline, shake_as_dialer(&mut pipe, &credentials, purpose, identity.node)).await;
-    let met = shaken.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+    let shaken = by(runtime, deadline, shake_as_dialer(pipe, &credentials, purpose, identity.node)).await;
+    let (pipe, met) = shaken.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
     if met.hello.identity.incarnation != identity.incarnation {
         return Err("another incarnation answered".to_owned());
     }
     let index = wanted.index;
-    let side = LaneSide::Dialed;
-    Ok(NewLane { fd: pipe.into_fd(), via: Via::Shm, side, index, generation, permit: Permit::default() })
+    let (fd, side, permit) = (pipe.into_fd(), LaneSide::Dialed, Permit::default());
+    Ok(NewLane { fd, cipher: None, via: Via::Shm, side, index, generation, permit })
 }
 
 /// Whether a lane may be welcomed; closes what it replaces.
@@ -184,8 +187,8 @@ pub(super) fn admit(core: &Core, met: &Met) -> Result<(), Refusal> {
 
 /// Takes over a lane that was accepted on the node's port.
 pub(super) fn adopt(core: &Arc<Core>, lane: Lane) -> Result<Peer, String> {
-    let Lane { fd, peer, index, generation, permit, .. } = lane;
-    let lane = NewLane { fd, via: Via::Tcp, side: LaneSide::Accepted, index, generation, permit };
+    let Lane { fd, cipher, peer, index, generation, permit, .. } = lane;
+    let lane = NewLane { fd, cipher, via: Via::Tcp, side: LaneSide::Accepted, index, generation, permit };
     adopt_accepted(core, &peer.hello.identity, lane)
 }
 
@@ -237,19 +240,18 @@ pub(super) async fn accept_shm<R: Runtime>(runtime: R, core: Arc<Core>, listener
 }
 
 async fn welcome_shm<R: Runtime>(runtime: R, core: Arc<Core>, fd: OwnedFd) {
-    let Ok(mut pipe) = UnixPipe::<R>::new(&runtime, fd) else { return };
+    let Ok(pipe) = UnixPipe::<R>::new(&runtime, fd) else { return };
     let credentials = credentials(&core.options);
     let admit_on = Arc::clone(&core);
     let decide = move |met: &Met| match met.hello.purpose {
         Purpose::Lane { index, .. } if index >= SHM_LANES => admit(&admit_on, met),
         _ => Err(Refusal::of(Field::Purpose)),
     };
-    let shaken =
-        within(&runtime, core.options.connect_deadline, shake_as_acceptor(&mut pipe, &credentials, decide)).await;
-    let Ok(Ok(met)) = shaken else { return };
+    let shaken = within(&runtime, core.options.connect_deadline, shake_as_acceptor(pipe, &credentials, decide)).await;
+    let Ok(Ok((pipe, met))) = shaken else { return };
     let Purpose::Lane { index, generation } = met.hello.purpose else { return };
-    let fd = pipe.into_fd();
-    let lane = NewLane { fd, via: Via::Shm, side: LaneSide::Accepted, index, generation, permit: Permit::default() };
+    let (fd, side, permit) = (pipe.into_fd(), LaneSide::Accepted, Permit::default());
+    let lane = NewLane { fd, cipher: None, via: Via::Shm, side, index, generation, permit };
     if let Err(why) = adopt_accepted(&core, &met.hello.identity, lane) {
         tracing::info!(%why, "a lane of shared memory was turned away");
     }

@@ -67,7 +67,7 @@ use self::core::Core;
 use self::grant::Arrivals;
 use self::remote::Attached;
 use crate::runtime::{Runtime, Stop, by, local_addr};
-use crate::session::{Acceptor, Credentials, Lane, Limits, Session};
+use crate::session::{Acceptor, Lane, Limits, Session, Target, share};
 
 /// The engine of one node. Clones are handles of the same engine; it stops with [`Engine::shut_down`], or when the last
 /// handle is dropped.
@@ -203,21 +203,36 @@ impl<R: Runtime> Engine<R> {
         lanes::open(&self.runtime, &self.core, address).await
     }
 
-    /// [`Engine::open`] for `host:port` with a name to look up.
-    pub async fn open_named(&self, name: &str) -> Result<Peer, OpenError> {
-        let failed = |why: String| OpenError::Resolve { name: name.to_owned(), why };
-        let (host, port) = name.rsplit_once(':').ok_or_else(|| failed("it has no port".to_owned()))?;
-        let port = port.parse().map_err(|_| failed("its port is no number".to_owned()))?;
+    /// [`Engine::open`] for a node with several addresses, the best first; each has its share of the connect deadline. Lanes
+    /// that break are dialled at all of them.
+    pub async fn open_any(&self, addresses: &[SocketAddr]) -> Result<Peer, OpenError> {
         let deadline = self.runtime.now() + self.core.options.connect_deadline;
-        let found = by(&self.runtime, deadline, self.runtime.resolve(host, port)).await.map_err(|_| OpenError::Late)?;
-        let mut last = failed("it has no address".to_owned());
-        for address in found.map_err(|error| failed(error.to_string()))? {
-            match self.open(address).await {
-                Ok(peer) => return Ok(peer),
-                Err(error) => last = error,
+        let mut last = OpenError::Late;
+        for (index, address) in addresses.iter().enumerate() {
+            let until = share(self.runtime.now(), deadline, addresses.len() - index);
+            match by(&self.runtime, until, self.open(*address)).await {
+                Ok(Ok(peer)) => {
+                    peer.inner.learn(addresses);
+                    return Ok(peer);
+                }
+                Ok(Err(error)) => last = error,
+                Err(_) => last = OpenError::Late,
             }
         }
         Err(last)
+    }
+
+    /// [`Engine::open_any`] for `host:port` with a name to look up; several, divided by commas, are one node.
+    pub async fn open_named(&self, name: &str) -> Result<Peer, OpenError> {
+        let failed = |why: String| OpenError::Resolve { name: name.to_owned(), why };
+        let target = Target::parse(name).map_err(|error| failed(error.to_string()))?;
+        let deadline = self.runtime.now() + self.core.options.connect_deadline;
+        let found = by(&self.runtime, deadline, target.resolve(&self.runtime)).await.map_err(|_| OpenError::Late)?;
+        let found = found.map_err(|error| failed(error.to_string()))?;
+        if found.is_empty() {
+            return Err(failed("it has no address".to_owned()));
+        }
+        self.open_any(&found).await
     }
 
     /// The node that a control session introduced, as a peer: for a service that moves bytes to or from its client over the
@@ -238,6 +253,13 @@ impl<R: Runtime> Engine<R> {
             // The lane is a connection of its own and may come a moment after the session that speaks of it.
             self.runtime.sleep(Duration::from_millis(2).min(deadline.since(now))).await;
         }
+    }
+
+    /// Whether a lane to `peer` is open now. Lanes that nobody uses for long are closed until they are used again; who asks a
+    /// peer to move bytes over a lane of ours [opens](Engine::open) it first.
+    #[must_use]
+    pub fn is_connected(&self, peer: &Peer) -> bool {
+        self.core.locked(|shard| shard.peers.get(peer.inner.key).is_some_and(|peer| peer.has_lanes() && !peer.is_gone))
     }
 
     /// This engine as a peer of itself: transfers to it are copies in this process.
@@ -291,8 +313,7 @@ impl<R: Runtime> Engine<R> {
     pub async fn listen(&self, address: SocketAddr, stop: &Stop) -> std::io::Result<SocketAddr> {
         let listener = self.runtime.listen(address).await?;
         let local = local_addr(&listener)?;
-        let credentials = Credentials::new(self.core.options.identity);
-        let credentials = self.core.options.key.map_or(credentials, |key| credentials.with_key(key));
+        let credentials = lanes::credentials(&self.core.options);
         let admitting = Arc::clone(&self.core);
         let acceptor =
             Acceptor::new(credentials, Limits::default()).with_admission(move |met| lanes::admit(&admitting, met));

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use millpond_core::slab::Handle;
 use millpond_core::wire::hello::Identity;
+use parking_lot::Mutex;
 
 use super::batch::Via;
 
@@ -24,6 +25,8 @@ pub(super) struct PeerInner {
     pub(super) identity: Identity,
     /// Where to dial it; `None`: it dials us.
     pub(super) address: Option<SocketAddr>,
+    /// Where else.
+    pub(super) others: Mutex<Vec<SocketAddr>>,
     pub(super) is_self: bool,
     /// It stands for the engine's own files.
     pub(super) is_files: bool,
@@ -63,6 +66,12 @@ pub enum OpenError {
         /// Which field, and both values.
         why: String,
     },
+    /// TLS does not come about; the text says what to mend.
+    #[error("no TLS with the node: {why}")]
+    Tls {
+        /// What is wrong.
+        why: String,
+    },
     /// The transport asked for does not reach the node.
     #[error("{via} does not reach this node: {why}")]
     NoPath {
@@ -80,6 +89,19 @@ pub enum OpenError {
     /// The engine was shut down.
     #[error("the engine was shut down")]
     ShutDown,
+}
+
+impl PeerInner {
+    /// Where to dial it, the address that worked first.
+    pub(super) fn addresses(&self) -> Vec<SocketAddr> {
+        self.address.into_iter().chain(self.others.lock().iter().copied()).collect()
+    }
+
+    /// It can be reached there, too.
+    pub(super) fn learn(&self, addresses: &[SocketAddr]) {
+        let others = addresses.iter().copied().filter(|address| Some(*address) != self.address);
+        *self.others.lock() = others.collect();
+    }
 }
 
 impl Peer {

@@ -16,11 +16,12 @@ use millpond_core::wire::hello::{Field, Identity, Refusal as Refused};
 use millpond_hal::backend::file::DriverInfo;
 use millpond_hal::backend::host::Host;
 use millpond_hal::backend::shm::{ShmDevice, ShmOptions};
-use millpond_hal::backend::tcp::{TcpDevice, TcpOptions};
+use millpond_hal::backend::tcp::{Checksum, TcpDevice, TcpOptions};
 use millpond_hal::contract::{
-    Connection, Lane as WireLane, LaneSide, LinkDownReason, LinkId, Outcome as HalOutcome, TicketId,
+    Cipher, Connection, Lane as WireLane, LaneSide, LinkDownReason, LinkId, Outcome as HalOutcome, TicketId,
 };
 use millpond_hal::fabric::{self, DeviceId, Fabric, FabricOptions, LinkOptions};
+use parking_lot::Mutex;
 
 use super::batch::{Batch, Via};
 use super::grant::Arrivals;
@@ -92,6 +93,7 @@ pub(super) struct Files {
 #[derive(Debug)]
 pub(super) struct NewLane {
     pub(super) fd: OwnedFd,
+    pub(super) cipher: Option<Box<dyn Cipher>>,
     pub(super) via: Via,
     pub(super) side: LaneSide,
     pub(super) index: u8,
@@ -99,8 +101,9 @@ pub(super) struct NewLane {
     pub(super) permit: Permit,
 }
 
-fn brain(options: &Options) -> Brain {
+fn brain(options: &Options, dial_seed: u64) -> Brain {
     let mut config = transfer::Config::default();
+    config.dial_seed = dial_seed;
     config.progress_deadline = options.progress_deadline;
     config.stall_span = Duration::from_nanos(options.progress_deadline.as_nanos() / 2);
     config.connect_deadline = options.connect_deadline;
@@ -148,6 +151,7 @@ impl Shard {
     pub(super) fn new(options: &Options, now: Instant) -> Result<(Self, Handle), StartError> {
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| system("random numbers")(&error))?;
+        let dial_seed = getrandom::u64().map_err(|error| system("random numbers")(&error))?;
         let mut wanted = FabricOptions::new(secret);
         wanted.incarnation = options.identity.incarnation;
         let mut fabric = Fabric::new(wanted).map_err(|error| system("descriptors")(&error))?;
@@ -155,7 +159,12 @@ impl Shard {
         let local = add(&mut fabric, Box::new(Host::new()))?;
         let mut devices = Devices { local, tcp: None, shm: None };
         if options.allows(Via::Tcp) {
-            let tcp = TcpOptions { progress_deadline: options.progress_deadline, ..TcpOptions::default() };
+            let tcp = TcpOptions {
+                progress_deadline: options.progress_deadline,
+                idle_span_max: options.lane_idle_span_max,
+                checksum: if options.checksums { Checksum::Crc32c } else { Checksum::None },
+                ..TcpOptions::default()
+            };
             let device = TcpDevice::new(tcp).map_err(|error| system("an epoll set")(&error))?;
             devices.tcp = Some(add(&mut fabric, Box::new(device))?);
         }
@@ -169,7 +178,7 @@ impl Shard {
             devices,
             files: None,
             works: Slab::new(slots(options.transfers_max)),
-            brain: brain(options),
+            brain: brain(options, dial_seed),
             rows: Vec::new(),
             parts: Vec::new(),
             peers: Slab::new(slots(options.peers_max.saturating_add(1))),
@@ -215,7 +224,8 @@ impl Shard {
         now: Instant,
     ) -> Option<Handle> {
         let is_self = (identity.node, identity.incarnation) == (options.identity.node, options.identity.incarnation);
-        let inner = |key| Arc::new(PeerInner { key, identity, address, is_self, is_files: false });
+        let inner =
+            |key| Arc::new(PeerInner { key, identity, address, others: Mutex::default(), is_self, is_files: false });
         let key = self.add_peer(inner, options, now)?;
         if let Some(older) = self.by_node.insert(identity.node, key) {
             self.on_peer_replaced(older);
@@ -301,7 +311,8 @@ impl Shard {
             let held = peer.inner.identity.incarnation;
             if held == identity.incarnation {
                 if address.is_some() && peer.inner.address.is_none() && !peer.inner.is_self {
-                    let inner = PeerInner { key: known, identity, address, is_self: false, is_files: false };
+                    let others = Mutex::default();
+                    let inner = PeerInner { key: known, identity, address, others, is_self: false, is_files: false };
                     peer.inner = Arc::new(inner);
                     self.declare(known, options);
                 }
@@ -390,7 +401,10 @@ impl Shard {
             incarnation: options.identity.incarnation,
             peer_incarnation: peer.inner.identity.incarnation,
         };
-        let connection = Connection::Stream { fd: lane.fd, read_ahead: Vec::new(), lane: wire };
+        let connection = match lane.cipher {
+            Some(cipher) => Connection::Secured { fd: lane.fd, cipher, lane: wire },
+            None => Connection::Stream { fd: lane.fd, read_ahead: Vec::new(), lane: wire },
+        };
         let with = LinkOptions::with_progress_deadline(options.progress_deadline);
         let link = self.fabric.open(now, device, connection, with).map_err(|error| error.to_string())?;
         let path = path_of(lane.side, lane.index).ok_or("there is no lane of that index")?;

@@ -139,12 +139,8 @@ async fn peer_of<R: Runtime>(
     let addresses = by(engine.runtime(), deadline, target.resolve(engine.runtime())).await;
     let addresses =
         addresses.map_err(|error| unreachable(error.to_string()))?.map_err(|error| unreachable(error.to_string()))?;
-    let mut failed = format!("{address} has no address");
-    for address in addresses {
-        match engine.open(address).await {
-            Ok(peer) => return Ok(peer),
-            Err(error) => failed = error.to_string(),
-        }
+    if addresses.is_empty() {
+        return Err(unreachable(format!("{address} has no address")));
     }
-    Err(unreachable(failed))
+    engine.open_any(&addresses).await.map_err(|error| unreachable(error.to_string()))
 }

@@ -331,8 +331,9 @@ impl<R: Runtime> Inner<R> {
             Err(error) => {
                 link.pause = link.pause.saturating_mul(2).clamp(PAUSE_MIN, PAUSE_MAX);
                 let source = Arc::new(error);
-                link.failed = Some((source.clone(), self.runtime.now() + link.pause));
-                Err(RpcError::Unreachable { source, retry_after: link.pause })
+                let pause = apart(link.pause);
+                link.failed = Some((source.clone(), self.runtime.now() + pause));
+                Err(RpcError::Unreachable { source, retry_after: pause })
             }
         }
     }
@@ -348,4 +349,12 @@ fn encode(message: &impl Message) -> Result<Vec<u8>, RpcError> {
         return Err(RpcError::TooLarge { len });
     }
     Ok(message.encode_to_vec())
+}
+
+/// Between a half of `span` and the whole, by chance, so that the clients of one node do not come back to it in step.
+fn apart(span: Duration) -> Duration {
+    let half = span.as_nanos() / 2;
+    // Without random numbers they come back in step.
+    let chance = u64::from(getrandom::u32().unwrap_or(u32::MAX));
+    Duration::from_nanos(half + ((half >> 16) * (chance >> 16)))
 }

@@ -291,6 +291,7 @@ async fn write(mut writer: impl AsyncWrite + Send + Unpin, outbox: &Outbox) -> R
         if !body.is_empty() {
             writer.write_all(&body).await.map_err(|error| broken(&error))?;
         }
+        writer.flush().await.map_err(|error| broken(&error))?;
     }
     writer.close().await.map_err(|error| broken(&error))?;
     // The reader ends the connection when the peer closes too.
