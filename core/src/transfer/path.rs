@@ -65,6 +65,9 @@ pub struct PathSpec {
 }
 
 impl PathSpec {
+    /// The window of a path unless told otherwise.
+    pub const WINDOW: Window = Window { bytes: 64 << 20, moves: 1 << 18, slices: 256 };
+
     /// A path that we dial, with the defaults.
     #[must_use]
     pub const fn new(transport: Transport, rank: u8) -> Self {
@@ -72,7 +75,7 @@ impl PathSpec {
             transport,
             rank,
             dialling: Dialling::Ours,
-            window: Window { bytes: 64 << 20, moves: 1 << 18, slices: 256 },
+            window: Self::WINDOW,
             slice_len_min: 256 << 10,
             slice_len_max: 16 << 20,
             slice_moves_max: 1024,

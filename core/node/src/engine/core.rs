@@ -28,11 +28,14 @@ use super::shard::{Shard, StartError};
 use super::statistics::Statistics;
 use super::submit::{SubmitError, SubmitErrorKind};
 use super::transfer::{Cause, Shared, Transfer, TransferId};
-use crate::runtime::boot_time;
+use super::wires::Wires;
+use crate::runtime::Runtime;
 
-#[derive(Debug)]
 pub(super) struct Core {
     pub(super) options: Options,
+    clock: Clock,
+    /// In place of TCP.
+    pub(super) wires: Option<Arc<dyn Wires>>,
     desk: Desk<Shard, Wish>,
     timers: Mutex<Timers>,
     driver: AtomicWaker,
@@ -64,6 +67,21 @@ pub(super) struct Core {
     pub(super) openings: Mutex<Openings>,
 }
 
+impl std::fmt::Debug for Core {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Core").field("options", &self.options).field("desk", &self.desk).finish_non_exhaustive()
+    }
+}
+
+/// The clock of a runtime, without its type.
+pub(super) struct Clock(Box<dyn Fn() -> Instant + Send + Sync>);
+
+impl Clock {
+    pub(super) fn of<R: Runtime>(runtime: R) -> Self {
+        Self(Box::new(move || runtime.now()))
+    }
+}
+
 /// Something to be done by whoever holds the lock.
 #[derive(Debug)]
 enum Wish {
@@ -90,13 +108,15 @@ pub(super) enum Armed {
 }
 
 impl Core {
-    pub(super) fn new(options: Options) -> Result<Self, StartError> {
-        let (shard, own) = Shard::new(&options, boot_time())?;
+    pub(super) fn new(options: Options, clock: Clock, wires: Option<Arc<dyn Wires>>) -> Result<Self, StartError> {
+        let (shard, own) = Shard::new(&options, wires.as_deref(), clock.0())?;
         let wake_fd = rustix::io::fcntl_dupfd_cloexec(shard.fabric.wake_fd(), 0)
             .map_err(|error| StartError::System { what: "a descriptor", why: error.to_string() })?;
         let waker = shard.fabric.waker();
         Ok(Self {
             options,
+            clock,
+            wires,
             desk: Desk::new(shard),
             timers: Mutex::default(),
             driver: AtomicWaker::new(),
@@ -121,6 +141,11 @@ impl Core {
         })
     }
 
+    /// The time, as the runtime has it.
+    pub(super) fn now(&self) -> Instant {
+        self.clock.0()
+    }
+
     /// Runs `work` on the shard.
     pub(super) fn locked<T>(&self, work: impl FnOnce(&mut Shard) -> T) -> T {
         let mut shard = self.desk.lock();
@@ -133,7 +158,7 @@ impl Core {
     pub(super) fn try_turn(&self) -> Option<bool> {
         let mut shard = self.desk.try_lock()?;
         self.grant_wishes(&mut shard);
-        let worked = shard.turn(&self.options, boot_time());
+        let worked = shard.turn(&self.options, self.now());
         if std::mem::take(&mut shard.woke) {
             self.woke.store(true, Ordering::Relaxed);
         }
@@ -172,7 +197,7 @@ impl Core {
     fn arm_noting(&self, note: impl FnOnce(Instant)) -> Armed {
         let Some(mut shard) = self.desk.try_lock() else { return Armed::Now };
         self.grant_wishes(&mut shard);
-        let now = boot_time();
+        let now = self.now();
         let armed = match shard.fabric.arm(now) {
             FabricWake::Now => Armed::Now,
             FabricWake::Within(within) => {
@@ -214,7 +239,7 @@ impl Core {
         if wishes.is_empty() {
             return;
         }
-        let now = boot_time();
+        let now = self.now();
         for wish in wishes {
             match wish {
                 Wish::Start(shared, batch) => self.start(shard, shared, batch, now),
@@ -246,7 +271,7 @@ impl Core {
         match self.desk.try_lock() {
             Some(mut shard) => {
                 self.grant_wishes(&mut shard);
-                self.start(&mut shard, shared, batch, boot_time());
+                self.start(&mut shard, shared, batch, self.now());
                 self.release(shard);
             }
             None => self.wish(Wish::Start(shared, batch)),
@@ -339,7 +364,7 @@ impl Core {
     pub(super) fn shut_down(&self) {
         if !self.is_shut_down.swap(true, Ordering::SeqCst) {
             self.locked(|shard| {
-                shard.shut_down(&self.options, boot_time());
+                shard.shut_down(&self.options, self.now());
                 shard.arrivals.values().for_each(|arrivals| arrivals.close());
             });
             self.kick();

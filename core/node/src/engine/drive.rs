@@ -20,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::core::{Armed, Core};
 use super::lanes;
 use super::transfer::{Report, Transfer};
-use crate::runtime::{Readiness, Runtime, boot_time, sleep_until};
+use crate::runtime::{Readiness, Runtime, sleep_until};
 
 /// How long the driver stays away after callers were seen driving.
 const STAND_BACK: Duration = Duration::from_millis(1);
@@ -77,7 +77,7 @@ impl Core {
     /// Drives the shard on this thread until a transfer is over.
     pub(super) fn drive_until(&self, transfer: &Transfer) -> Report {
         let _here = Here::enter(self);
-        let mut quiet_since = boot_time();
+        let mut quiet_since = self.now();
         let mut spin_end = quiet_since + self.options.spin;
         let mut is_due_awaited = false;
         loop {
@@ -85,7 +85,7 @@ impl Core {
                 return report;
             }
             if self.try_turn() == Some(true) {
-                let now = boot_time();
+                let now = self.now();
                 if now > quiet_since + self.options.spin {
                     self.waits.note(now.since(quiet_since));
                 }
@@ -94,7 +94,7 @@ impl Core {
                 (quiet_since, spin_end, is_due_awaited) = (now, now + self.options.spin, false);
                 continue;
             }
-            let now = boot_time();
+            let now = self.now();
             if now < spin_end {
                 self.relax(now, spin_end);
                 continue;
@@ -108,7 +108,7 @@ impl Core {
                 None => {
                     self.spin_lost();
                     self.nap(transfer, now + NAP_MAX);
-                    spin_end = boot_time() + self.spin_span();
+                    spin_end = self.now() + self.spin_span();
                 }
             }
         }
@@ -131,7 +131,7 @@ impl Core {
         if let Armed::Until(until) = self.arm()
             && !transfer.is_over()
         {
-            let span = until.min(end).since(boot_time());
+            let span = until.min(end).since(self.now());
             let nanos = i64::try_from(span.as_nanos()).unwrap_or(i64::MAX);
             let timeout = Timespec { tv_sec: nanos / 1_000_000_000, tv_nsec: nanos % 1_000_000_000 };
             // An interrupted or failed wait is a short one: the loop above looks again.
@@ -150,7 +150,7 @@ impl Core {
     }
 
     pub(super) fn spin_end(&self) -> Instant {
-        boot_time() + self.spin_span()
+        self.now() + self.spin_span()
     }
 }
 
@@ -241,19 +241,19 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
     let mut yield_at = Instant::ZERO;
     let mut turns_awake = 0;
     while !core.is_shut_down() || core.open_transfers() > 0 {
-        let next_timer = core.fire_timers(boot_time());
+        let next_timer = core.fire_timers(core.now());
         for wanted in core.take_wanted() {
             runtime.spawn(lanes::dial_wanted(runtime.clone(), Arc::clone(&core), wanted));
         }
         let turns = core.caller_turns.load(Relaxed);
         if turns != std::mem::replace(&mut callers_seen, turns) || core.callers.load(Relaxed) > 0 {
             readiness = None; // or every byte would wake this task too
-            let until = next_timer.min(boot_time() + STAND_BACK);
+            let until = next_timer.min(core.now() + STAND_BACK);
             select(pin!(kicked(&core)), pin!(sleep_until(&runtime, until))).await;
             continue;
         }
         let worked = core.try_turn();
-        let now = boot_time();
+        let now = core.now();
         if worked == Some(true) {
             core.driver_turns.fetch_add(1, Relaxed);
             core.spin_paid();
@@ -266,7 +266,7 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
         if now < spin_end {
             if now >= yield_at || worked != Some(true) && core.take_woke() {
                 runtime.yield_now().await;
-                yield_at = boot_time() + TURNS_SPAN;
+                yield_at = core.now() + TURNS_SPAN;
             } else {
                 core.relax(now, spin_end);
             }

@@ -279,7 +279,8 @@ impl Shard {
     pub(super) fn shut_down(&mut self, options: &Options, now: Instant) {
         self.brain.shut_down(now);
         self.pump(options, now);
-        let links: Vec<LinkId> = self.links.keys().copied().collect();
+        let mut links: Vec<LinkId> = self.links.keys().copied().collect();
+        links.sort_unstable(); // the order of a hash table is no order
         for link in links {
             self.fabric.close_link(link);
         }

@@ -25,7 +25,7 @@ use super::peer::PeerInner;
 use super::peers::{Lane, path_of};
 use super::shard::{Files, Shard};
 use super::{AllocateError, Engine, Rights};
-use crate::runtime::{Runtime, blocking, boot_time};
+use crate::runtime::{Runtime, blocking};
 use crate::session::Permit;
 
 /// A disk may be busy for longer than a network is silent.
@@ -75,7 +75,7 @@ impl<R: Runtime> Engine<R> {
         let path = path.into();
         let file = blocking(&self.runtime, move || OpenFile::open(&path, options)).await?;
         let opened = self.core.locked(|shard| {
-            shard.files(&self.core.options, boot_time())?;
+            shard.files(&self.core.options, self.core.now())?;
             Ok(shard.fabric.add_file(file)?)
         });
         self.core.kick();

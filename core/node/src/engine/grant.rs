@@ -17,7 +17,6 @@ use parking_lot::Mutex;
 use super::RegionBuf;
 use super::batch::Arrival;
 use super::core::Core;
-use crate::runtime::boot_time;
 
 /// Counters that one grant may have; an arrival on a further one is refused as busy.
 pub const COUNTERS_PER_GRANT_MAX: usize = 1024;
@@ -199,7 +198,7 @@ impl Grant {
     /// nothing of the grant: it may be awaited elsewhere, and ends with [`NotArrived::Closed`] when the grant is closed.
     pub fn arrived(&self, wanted: Arrival, within: Duration) -> Arrived {
         let (core, arrivals) = (Arc::clone(&self.core), Arc::clone(&self.arrivals));
-        Arrived { core, grant: self.token.region, arrivals, wanted, deadline: boot_time() + within }
+        Arrived { core, grant: self.token.region, arrivals, wanted, deadline: self.core.now() + within }
     }
 
     /// Ends the grant and gives the buffers back once they are quiet: no byte of any peer lands in them any more. Frames
@@ -256,7 +255,7 @@ impl Future for Arrived {
         if !is_open {
             return Poll::Ready(Err(NotArrived::Closed));
         }
-        if boot_time() >= this.deadline {
+        if this.core.now() >= this.deadline {
             return Poll::Ready(Err(NotArrived::Late { count }));
         }
         this.core.wake_at(this.deadline, context.waker());

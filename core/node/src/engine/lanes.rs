@@ -28,8 +28,9 @@ use super::core::Core;
 use super::options::Options;
 use super::peer::{OpenError, Peer, PeerInner};
 use super::peers::{SHM_LANES, WantedLane};
-use super::shard::{NewLane, Shard};
-use crate::runtime::{Readiness, Runtime, boot_time, by, within};
+use super::shard::{End, NewLane, Shard};
+use super::wires::{self, Call};
+use crate::runtime::{Readiness, Runtime, by, within};
 use crate::session::{
     Credentials, Lane, Permit, Session, SessionError, Target, dial, shake_as_acceptor, shake_as_dialer,
 };
@@ -85,35 +86,52 @@ async fn open_first<R: Runtime>(runtime: R, core: Arc<Core>, address: SocketAddr
     if let Some(inner) = known {
         return Ok(Peer { inner });
     }
-    let deadline = runtime.now() + core.options.connect_deadline;
-    let generation = core.locked(Shard::next_generation);
-    let purpose = Purpose::Lane { index: 0, generation };
-    let session = dial(&runtime, &Target::from(address), purpose, &credentials(&core.options), deadline).await;
-    let session = session.map_err(|error| open_error(&error, address))?;
-    let identity = session.peer.hello.identity;
+    let (identity, lane) =
+        connect_to(&runtime, &core, &[address], None, 0).await.map_err(|error| open_error(&error, address))?;
     let peers_max = core.options.peers_max;
     let key = core
-        .locked(|shard| shard.peer(identity, Some(address), &core.options, boot_time()))
+        .locked(|shard| shard.peer(identity, Some(address), &core.options, core.now()))
         .ok_or(OpenError::TooManyPeers { peers_max })?;
-    adopt_dialled(&core, key, session.into_lane().map_err(|error| failed(address, &error))?)
-        .map_err(|why| OpenError::Connect { address, why })?;
+    adopt_dialled(&core, key, lane).map_err(|why| OpenError::Connect { address, why })?;
     let inner = core.locked(|shard| shard.peers.get(key).map(|peer| Arc::clone(&peer.inner)));
     let peer = Peer { inner: inner.ok_or(OpenError::ShutDown)? };
     if core.options.allows(Via::Shm) && identity.host.is_same_host(&core.options.identity.host) {
         // The better path, in the background: until it is there the first lane carries everything.
-        core.locked(|shard| shard.want_lane(key, SHM_LANES, &core.options, boot_time()));
+        core.locked(|shard| shard.want_lane(key, SHM_LANES, &core.options, core.now()));
     }
     Ok(peer)
 }
 
-fn failed(address: SocketAddr, error: &io::Error) -> OpenError {
-    OpenError::Connect { address, why: error.to_string() }
+/// Connects a lane to whoever listens at the first of `addresses` that answers; `expected` is to be there, if that is known.
+async fn connect_to<R: Runtime>(
+    runtime: &R,
+    core: &Core,
+    addresses: &[SocketAddr],
+    expected: Option<[u8; 16]>,
+    index: u8,
+) -> Result<(Identity, NewLane), SessionError> {
+    let generation = core.locked(Shard::next_generation);
+    let deadline = runtime.now() + core.options.connect_deadline;
+    if let (Some(wires), [to, ..]) = (&core.wires, addresses) {
+        let call = Call { to: *to, from: core.options.identity, index, generation };
+        return wires::dial(runtime, wires, call, expected, deadline).await;
+    }
+    let target = Target::from(addresses);
+    let target = match expected {
+        Some(node) => target.expecting(node),
+        None => target,
+    };
+    let purpose = Purpose::Lane { index, generation };
+    let session = dial(runtime, &target, purpose, &credentials(&core.options), deadline).await?;
+    let identity = session.peer.hello.identity;
+    let broken = |source| SessionError::Broken { peer: target.to_string(), source };
+    let Lane { fd, cipher, permit, .. } = session.into_lane().map_err(broken)?;
+    let (end, side) = (End::of(fd, cipher), LaneSide::Dialed);
+    Ok((identity, NewLane { end, via: Via::Tcp, side, index, generation, permit }))
 }
 
-fn adopt_dialled(core: &Core, key: Handle, lane: Lane) -> Result<(), String> {
-    let Lane { fd, cipher, index, generation, permit, .. } = lane;
-    let lane = NewLane { fd, cipher, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit };
-    let opened = core.locked(|shard| shard.open_lane(key, lane, &core.options, boot_time()));
+fn adopt_dialled(core: &Core, key: Handle, lane: NewLane) -> Result<(), String> {
+    let opened = core.locked(|shard| shard.open_lane(key, lane, &core.options, core.now()));
     // The driver may be asleep without this lane, and the peer may be the first to use it.
     core.kick();
     opened
@@ -127,30 +145,25 @@ pub(super) async fn dial_wanted<R: Runtime>(runtime: R, core: Arc<Core>, wanted:
         dial_tcp(&runtime, &core, &wanted).await
     };
     let opened =
-        dialled.and_then(|lane| core.locked(|shard| shard.open_lane(wanted.peer, lane, &core.options, boot_time())));
+        dialled.and_then(|lane| core.locked(|shard| shard.open_lane(wanted.peer, lane, &core.options, core.now())));
     if let Err(why) = opened {
         tracing::debug!(index = wanted.index, %why, "a lane could not be dialled");
-        core.locked(|shard| shard.on_dial_failed(wanted.peer, wanted.index, &core.options, boot_time()));
+        core.locked(|shard| shard.on_dial_failed(wanted.peer, wanted.index, &core.options, core.now()));
     }
     core.kick();
 }
 
 async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, String> {
     let address = wanted.inner.address.ok_or("the peer has no address")?;
-    let target = Target::from(&wanted.inner.addresses()[..]).expecting(wanted.inner.identity.node);
-    let generation = core.locked(Shard::next_generation);
-    let purpose = Purpose::Lane { index: wanted.index, generation };
-    let deadline = runtime.now() + core.options.connect_deadline;
-    let session = dial(runtime, &target, purpose, &credentials(&core.options), deadline).await;
-    let session = session.map_err(|error| error.to_string())?;
-    let met = session.peer.hello.identity;
+    let addresses = wanted.inner.addresses();
+    let expected = Some(wanted.inner.identity.node);
+    let connected = connect_to(runtime, core, &addresses, expected, wanted.index).await;
+    let (met, lane) = connected.map_err(|error| error.to_string())?;
     if met.incarnation != wanted.inner.identity.incarnation {
-        core.locked(|shard| shard.peer(met, Some(address), &core.options, boot_time()));
+        core.locked(|shard| shard.peer(met, Some(address), &core.options, core.now()));
         return Err("the node was restarted".to_owned());
     }
-    let lane = session.into_lane().map_err(|error| error.to_string())?;
-    let Lane { fd, cipher, index, generation, permit, .. } = lane;
-    Ok(NewLane { fd, cipher, via: Via::Tcp, side: LaneSide::Dialed, index, generation, permit })
+    Ok(lane)
 }
 
 async fn dial_shm<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, String> {
@@ -168,18 +181,23 @@ async fn dial_shm<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> 
         return Err("another incarnation answered".to_owned());
     }
     let index = wanted.index;
-    let (fd, side, permit) = (pipe.into_fd(), LaneSide::Dialed, Permit::default());
-    Ok(NewLane { fd, cipher: None, via: Via::Shm, side, index, generation, permit })
+    let side = LaneSide::Dialed;
+    let end = End::Socket(pipe.into_fd());
+    Ok(NewLane { end, via: Via::Shm, side, index, generation, permit: Permit::default() })
 }
 
 /// Whether a lane may be welcomed; closes what it replaces.
 pub(super) fn admit(core: &Core, met: &Met) -> Result<(), Refusal> {
     let Purpose::Lane { index, generation } = met.hello.purpose else { return Ok(()) };
+    admit_lane(core, &met.hello.identity, (index, generation))
+}
+
+/// [`admit`] for a lane of that index and generation.
+pub(super) fn admit_lane(core: &Core, identity: &Identity, lane: (u8, u64)) -> Result<(), Refusal> {
     if core.is_shut_down() {
         return Err(Refusal::of(Field::Draining));
     }
-    let admitted =
-        core.locked(|shard| shard.admit(&met.hello.identity, (index, generation), &core.options, boot_time()));
+    let admitted = core.locked(|shard| shard.admit(identity, lane, &core.options, core.now()));
     // Admitting makes turns, and whether a lane comes of it is open yet.
     core.rearm_driver();
     admitted
@@ -188,14 +206,15 @@ pub(super) fn admit(core: &Core, met: &Met) -> Result<(), Refusal> {
 /// Takes over a lane that was accepted on the node's port.
 pub(super) fn adopt(core: &Arc<Core>, lane: Lane) -> Result<Peer, String> {
     let Lane { fd, cipher, peer, index, generation, permit, .. } = lane;
-    let lane = NewLane { fd, cipher, via: Via::Tcp, side: LaneSide::Accepted, index, generation, permit };
+    let (end, side) = (End::of(fd, cipher), LaneSide::Accepted);
+    let lane = NewLane { end, via: Via::Tcp, side, index, generation, permit };
     adopt_accepted(core, &peer.hello.identity, lane)
 }
 
-fn adopt_accepted(core: &Core, identity: &Identity, lane: NewLane) -> Result<Peer, String> {
+pub(super) fn adopt_accepted(core: &Core, identity: &Identity, lane: NewLane) -> Result<Peer, String> {
     let inner = core.locked(|shard| {
-        let key = shard.peer(*identity, None, &core.options, boot_time()).ok_or("no room for another peer")?;
-        shard.open_lane(key, lane, &core.options, boot_time())?;
+        let key = shard.peer(*identity, None, &core.options, core.now()).ok_or("no room for another peer")?;
+        shard.open_lane(key, lane, &core.options, core.now())?;
         let peer = shard.peers.get(key).ok_or("the peer is forgotten")?;
         Ok::<Arc<PeerInner>, String>(Arc::clone(&peer.inner))
     })?;
@@ -250,8 +269,8 @@ async fn welcome_shm<R: Runtime>(runtime: R, core: Arc<Core>, fd: OwnedFd) {
     let shaken = within(&runtime, core.options.connect_deadline, shake_as_acceptor(pipe, &credentials, decide)).await;
     let Ok(Ok((pipe, met))) = shaken else { return };
     let Purpose::Lane { index, generation } = met.hello.purpose else { return };
-    let (fd, side, permit) = (pipe.into_fd(), LaneSide::Accepted, Permit::default());
-    let lane = NewLane { fd, cipher: None, via: Via::Shm, side, index, generation, permit };
+    let (end, side) = (End::Socket(pipe.into_fd()), LaneSide::Accepted);
+    let lane = NewLane { end, via: Via::Shm, side, index, generation, permit: Permit::default() };
     if let Err(why) = adopt_accepted(&core, &met.hello.identity, lane) {
         tracing::info!(%why, "a lane of shared memory was turned away");
     }

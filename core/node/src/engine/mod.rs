@@ -29,6 +29,7 @@ mod shard;
 mod statistics;
 mod submit;
 mod transfer;
+mod wires;
 mod work;
 
 use std::net::SocketAddr;
@@ -38,6 +39,7 @@ use millpond_core::batch::MemoryKind;
 pub use millpond_core::batch::{RegionToken, Rights};
 pub use millpond_core::quiet::Far;
 use millpond_core::time::Duration;
+pub use millpond_core::transfer::Window;
 use millpond_core::wire::hello::{Identity, Refusal};
 use millpond_core::wire::session::Peer as Met;
 pub use millpond_hal::fabric::AllocateError;
@@ -62,8 +64,9 @@ pub use self::transfer::{
 };
 
 pub use self::shard::StartError;
+pub use self::wires::{Answered, Call, Wires};
 
-use self::core::Core;
+use self::core::{Clock, Core};
 use self::grant::Arrivals;
 use self::remote::Attached;
 use crate::runtime::{Runtime, Stop, by, local_addr};
@@ -120,7 +123,17 @@ pub enum AttachError {
 impl<R: Runtime> Engine<R> {
     /// Starts an engine and its driver task on `runtime`.
     pub fn start(runtime: R, options: Options) -> Result<Self, StartError> {
-        let core = Arc::new(Core::new(options)?);
+        Self::start_with(runtime, options, None)
+    }
+
+    /// The same over a network of the caller's own in place of TCP, and without shared memory.
+    pub fn start_over(runtime: R, mut options: Options, wires: Arc<dyn Wires>) -> Result<Self, StartError> {
+        options.transports = vec![Via::Local, Via::Tcp];
+        Self::start_with(runtime, options, Some(wires))
+    }
+
+    fn start_with(runtime: R, options: Options, wires: Option<Arc<dyn Wires>>) -> Result<Self, StartError> {
+        let core = Arc::new(Core::new(options, Clock::of(runtime.clone()), wires)?);
         let inner = core.locked(|shard| shard.peers.get(core.own).map(|peer| Arc::clone(&peer.inner)));
         let inner = inner.ok_or_else(|| StartError::System { what: "a table", why: "no peers".to_owned() })?;
         runtime.spawn(drive::drive(runtime.clone(), Arc::clone(&core)));

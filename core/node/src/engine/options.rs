@@ -1,6 +1,7 @@
 //! What an engine is told once, at its start.
 
 use millpond_core::time::Duration;
+use millpond_core::transfer::{PathSpec, Window};
 use millpond_core::wire::hello::Identity;
 use millpond_core::wire::session::Key;
 
@@ -43,6 +44,8 @@ pub struct Options {
     /// Lanes to one peer over one transport. Default 2, at most
     /// [`LANES_PER_PEER_MAX`](millpond_core::quiet::LANES_PER_PEER_MAX).
     pub lanes_per_peer_max: u8,
+    /// What may be under way on one lane: bytes, moves, slices. Default 64 MiB, 262,144, 256.
+    pub window: Window,
     /// Batches of all peers that may be queued or under way. Default 4096.
     pub transfers_max: u32,
     /// Bytes that may be queued or under way to one peer. Default 4 GiB.
@@ -67,6 +70,7 @@ impl Options {
             connect_deadline: Duration::from_millis(900),
             transports: vec![Via::Local, Via::Shm, Via::Tcp],
             lanes_per_peer_max: 2,
+            window: PathSpec::WINDOW,
             transfers_max: 4096,
             bytes_per_peer_max: 4 << 30,
             spin: Duration::from_micros(20),

@@ -134,9 +134,9 @@ impl PeerState {
     }
 
     /// What a lane of that transport is like.
-    pub(super) fn spec(&self, via: Via, dialling: Dialling) -> Option<PathSpec> {
+    pub(super) fn spec(&self, via: Via, dialling: Dialling, options: &Options) -> Option<PathSpec> {
         let mut spec = PathSpec::new(transport(via)?, if via == Via::Tcp { 1 } else { 0 });
-        spec.dialling = dialling;
+        (spec.dialling, spec.window) = (dialling, options.window);
         if self.same_host || self.inner.is_self {
             (spec.slice_len_min, spec.slice_len_max) = (SLICE_LEN_SAME_HOST, SLICE_LEN_SAME_HOST);
         }
@@ -147,7 +147,7 @@ impl PeerState {
     pub(super) fn paths(&self, options: &Options) -> Vec<(PathId, PathSpec)> {
         let mut paths = Vec::new();
         let mut add = |side, index, via, dialling| {
-            paths.extend(path_of(side, index).zip(self.spec(via, dialling)));
+            paths.extend(path_of(side, index).zip(self.spec(via, dialling, options)));
         };
         if self.inner.is_files {
             add(LaneSide::Dialed, 0, Via::File, Dialling::Ours);

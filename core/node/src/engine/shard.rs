@@ -30,6 +30,7 @@ use super::peer::PeerInner;
 use super::peers::{Lane, PeerState, WantedLane, asked, path_of};
 use super::statistics::{EXPLAIN_MAX, Explanation, Statistics};
 use super::transfer::{Cause, Shared};
+use super::wires::Wires;
 use super::work::{Part, Piece, Row, Work};
 use crate::session::Permit;
 
@@ -89,11 +90,31 @@ pub(super) struct Files {
     pub(super) driver: DriverInfo,
 }
 
+/// What a lane is made of.
+#[derive(Debug)]
+pub(super) enum End {
+    /// A socket that said its hello.
+    Socket(OwnedFd),
+    /// One under a cipher.
+    Secured(OwnedFd, Box<dyn Cipher>),
+    /// A connection of [`Wires`].
+    Own(Connection),
+}
+
+impl End {
+    /// A socket that said its hello, under `cipher` if there is one.
+    pub(super) fn of(fd: OwnedFd, cipher: Option<Box<dyn Cipher>>) -> Self {
+        match cipher {
+            Some(cipher) => Self::Secured(fd, cipher),
+            None => Self::Socket(fd),
+        }
+    }
+}
+
 /// A connection that said its hello, to become a lane.
 #[derive(Debug)]
 pub(super) struct NewLane {
-    pub(super) fd: OwnedFd,
-    pub(super) cipher: Option<Box<dyn Cipher>>,
+    pub(super) end: End,
     pub(super) via: Via,
     pub(super) side: LaneSide,
     pub(super) index: u8,
@@ -148,7 +169,11 @@ impl std::fmt::Debug for Shard {
 }
 
 impl Shard {
-    pub(super) fn new(options: &Options, now: Instant) -> Result<(Self, Handle), StartError> {
+    pub(super) fn new(
+        options: &Options,
+        wires: Option<&dyn Wires>,
+        now: Instant,
+    ) -> Result<(Self, Handle), StartError> {
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| system("random numbers")(&error))?;
         let dial_seed = getrandom::u64().map_err(|error| system("random numbers")(&error))?;
@@ -158,7 +183,9 @@ impl Shard {
         let add = |fabric: &mut Fabric, device| fabric.add_device(device).map_err(|error| system("devices")(&error));
         let local = add(&mut fabric, Box::new(Host::new()))?;
         let mut devices = Devices { local, tcp: None, shm: None };
-        if options.allows(Via::Tcp) {
+        if let Some(wires) = wires {
+            devices.tcp = Some(add(&mut fabric, wires.device())?);
+        } else if options.allows(Via::Tcp) {
             let tcp = TcpOptions {
                 progress_deadline: options.progress_deadline,
                 idle_span_max: options.lane_idle_span_max,
@@ -401,9 +428,10 @@ impl Shard {
             incarnation: options.identity.incarnation,
             peer_incarnation: peer.inner.identity.incarnation,
         };
-        let connection = match lane.cipher {
-            Some(cipher) => Connection::Secured { fd: lane.fd, cipher, lane: wire },
-            None => Connection::Stream { fd: lane.fd, read_ahead: Vec::new(), lane: wire },
+        let connection = match lane.end {
+            End::Socket(fd) => Connection::Stream { fd, read_ahead: Vec::new(), lane: wire },
+            End::Secured(fd, cipher) => Connection::Secured { fd, cipher, lane: wire },
+            End::Own(connection) => connection,
         };
         let with = LinkOptions::with_progress_deadline(options.progress_deadline);
         let link = self.fabric.open(now, device, connection, with).map_err(|error| error.to_string())?;
@@ -418,7 +446,7 @@ impl Shard {
         let NewLane { via, permit, side, .. } = lane;
         if !self.brain.has_path(peer.brain, path) {
             let dialling = if side == LaneSide::Dialed { Dialling::OursWhenBusy } else { Dialling::Theirs };
-            let spec = peer.spec(via, dialling).ok_or("the transport is not one of a lane")?;
+            let spec = peer.spec(via, dialling, options).ok_or("the transport is not one of a lane")?;
             self.brain.declare(peer.brain, path, spec).map_err(|error| error.to_string())?;
         }
         let generation = self.brain.on_open(now, peer.brain, path);
@@ -493,6 +521,9 @@ impl Shard {
     /// What was counted, the scheduler's part included.
     pub(super) fn counted(&self) -> Statistics {
         let counters = self.brain.counters();
-        Statistics { retries: counters.retries, ..self.statistics }
+        let loads = self.peers.iter().filter_map(|(_, peer)| self.brain.load(peer.brain));
+        let bytes_open = loads.map(|load| load.bytes).sum();
+        let slices_open = u64::try_from(self.brain.slices()).unwrap_or(u64::MAX);
+        Statistics { retries: counters.retries, bytes_open, slices_open, ..self.statistics }
     }
 }

@@ -50,6 +50,10 @@ pub struct Statistics {
     pub caller_turns: u64,
     /// Gauge: batches queued or under way now.
     pub transfers_open: u64,
+    /// Gauge: slices that are posted, or wait to be posted again, now.
+    pub slices_open: u64,
+    /// Gauge: bytes that are posted now.
+    pub bytes_open: u64,
     /// Gauge: lanes open now.
     pub lanes_open: u64,
 }

@@ -20,7 +20,6 @@ use parking_lot::Mutex;
 use super::RegionBuf;
 use super::batch::{Batch, Request, Via};
 use super::core::Core;
-use crate::runtime::boot_time;
 
 /// Why a request did not end well.
 ///
@@ -441,7 +440,7 @@ impl Future for Transfer {
         state.waker = Some(context.waker().clone());
         drop(state);
         // For a moment the task that waits moves things along itself; after that the driver does.
-        let now = boot_time();
+        let now = self.shared.core.now();
         let spin_end = self.spin_end.unwrap_or_else(|| self.shared.core.spin_end());
         self.spin_end = Some(spin_end);
         if now < spin_end {
