@@ -1,9 +1,8 @@
 //! In steady state nothing is allocated: neither by the fabric nor by the TCP backend, on either side, per batch or slice.
-#![allow(unsafe_code, missing_docs, clippy::cast_possible_truncation)]
+#![allow(missing_docs, clippy::cast_possible_truncation)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use millpond_core::batch::{Extent, Rights};
 use millpond_core::time::Instant;
@@ -11,29 +10,10 @@ use millpond_hal::backend::tcp::{Checksum, TcpDevice, TcpOptions};
 use millpond_hal::contract::{Connection, Lane, LaneSide, LinkId};
 use millpond_hal::fabric::{AllocateOptions, Batch, Fabric, FabricOptions, LinkOptions, PostOptions};
 
-struct Counting;
+#[path = "common/counting.rs"]
+mod counting;
 
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: everything is passed on to the system's allocator, unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's own promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, base: *mut u8, layout: Layout) {
-        // SAFETY: the caller's own promise.
-        unsafe { System.dealloc(base, layout) }
-    }
-
-    unsafe fn realloc(&self, base: *mut u8, layout: Layout, len: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's own promise.
-        unsafe { System.realloc(base, layout, len) }
-    }
-}
+use counting::{ALLOCATIONS, Counting};
 
 #[global_allocator]
 static COUNTING: Counting = Counting;

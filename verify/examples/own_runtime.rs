@@ -1,5 +1,5 @@
 //! A runtime in 200 lines, with neither tokio nor smol: a thread per task, and one that waits for sockets and timers.
-//! `own_runtime/serve.rs` serves on it. Run it: `cargo run -p millpond-verify --example own_runtime`; it fails loudly.
+//! `own_runtime/serve.rs` serves on it: `cargo run -p millpond-verify --example own_runtime`, which fails loudly.
 
 use std::collections::{BTreeMap, HashMap};
 use std::future::{Future, poll_fn};
@@ -20,13 +20,6 @@ use rustix::io::{Errno, read, write};
 use rustix::net::{
     AddressFamily, SendFlags, Shutdown, SocketFlags, SocketType, acceptfrom_with, connect, send, socket_with,
 };
-
-#[path = "own_runtime/serve.rs"]
-mod serve;
-
-pub(crate) fn main() {
-    serve::run(&Own::start().expect("threads and an epoll set"));
-}
 
 const SOCKET: SocketFlags = SocketFlags::NONBLOCK.union(SocketFlags::CLOEXEC);
 

@@ -150,6 +150,8 @@ pub(super) struct Path {
     failed_dials: u32,
     redial_at: Instant,
     failing_since: Option<Instant>,
+    /// The last dial was refused: nobody listened.
+    is_refused: bool,
 }
 
 impl Path {
@@ -170,6 +172,7 @@ impl Path {
             failed_dials: 0,
             redial_at: Instant::ZERO,
             failing_since: None,
+            is_refused: false,
         }
     }
 
@@ -182,6 +185,7 @@ impl Path {
         self.full_until = Instant::ZERO;
         self.last_progress = now;
         (self.failed_dials, self.redial_at, self.failing_since) = (0, Instant::ZERO, None);
+        self.is_refused = false;
     }
 
     /// Nothing of `generation` and those before it lands any more.
@@ -202,7 +206,8 @@ impl Path {
     }
 
     /// `chance` is any number, another each time: the wait is between a half of what its doubling gives and the whole.
-    pub(super) fn on_dial_failed(&mut self, now: Instant, chance: u64) {
+    pub(super) fn on_dial_failed(&mut self, now: Instant, is_refused: bool, chance: u64) {
+        self.is_refused = is_refused;
         if let State::Down { is_dialling } = &mut self.state {
             *is_dialling = false;
         }
@@ -217,6 +222,11 @@ impl Path {
     pub(super) fn wants_dial(&self, now: Instant) -> bool {
         let is_ours = !matches!(self.spec.dialling, Dialling::Theirs);
         is_ours && self.state == State::Down { is_dialling: false } && self.redial_at <= now
+    }
+
+    /// Whether nobody listens at its other end, as far as is known before the next dial.
+    pub(super) fn is_refused(&self, now: Instant) -> bool {
+        self.is_refused && self.state == State::Down { is_dialling: false } && self.redial_at > now
     }
 
     /// When it may be dialled again.

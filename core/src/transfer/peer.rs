@@ -179,6 +179,9 @@ impl Peer {
         if all == 0 {
             return Choice::Never(Cause::NoPath);
         }
+        if self.is_refused(now, all) {
+            return Choice::Never(if need.asked == Asked::Any { Cause::PathLost } else { Cause::CannotConnect });
+        }
         if need.is_write && self.waits_for_fence(need.number) {
             self.want_fences(now);
             return Choice::Wait;
@@ -355,6 +358,21 @@ impl Peer {
         for path in bits(self.doubts) {
             self.want(now, path);
         }
+    }
+
+    /// Whether nobody listens where the peer was: a dial was refused, and no path of `mask` is there, on its way, or due.
+    fn is_refused(&self, now: Instant, mask: u16) -> bool {
+        let mut paths = bits(mask).filter_map(|path| self.paths[path.index()].as_ref());
+        let may_come = |path: &Path| {
+            path.state != State::Down { is_dialling: false }
+                || path.spec.dialling == Dialling::Ours && path.wants_dial(now)
+        };
+        let mut is_refused = false;
+        let none_comes = paths.all(|path| {
+            is_refused |= path.is_refused(now);
+            !may_come(path)
+        });
+        none_comes && is_refused
     }
 
     fn is_hopeless(&self, now: Instant, mask: u16, config: &Config) -> bool {

@@ -475,9 +475,20 @@ where
 
     /// A dial did not succeed; it is asked for again after a wait that doubles, less a share that the seed draws.
     pub fn on_dial_failed(&mut self, now: Instant, key: Handle, id: PathId) {
+        self.on_no_path(now, key, id, false);
+    }
+
+    /// A dial was refused: nobody listens there, so whoever did is gone. What waits for the peer fails at once if no other
+    /// path of it is open or on its way; later work has it dialled again, after a wait that doubles.
+    pub fn on_dial_refused(&mut self, now: Instant, key: Handle, id: PathId) {
+        self.on_no_path(now, key, id, true);
+    }
+
+    fn on_no_path(&mut self, now: Instant, key: Handle, id: PathId, is_refused: bool) {
         let Some(path) = self.peers.get_mut(key).and_then(|peer| peer.path_mut(id)) else { return };
         self.dials_failed += 1;
-        path.on_dial_failed(now, xxh3_64_with_seed(&self.dials_failed.to_le_bytes(), self.config.dial_seed));
+        let chance = xxh3_64_with_seed(&self.dials_failed.to_le_bytes(), self.config.dial_seed);
+        path.on_dial_failed(now, is_refused, chance);
         self.wake = self.wake.min(path.redial_at(now));
         self.mark_due(key);
     }

@@ -309,6 +309,30 @@ fn queued_work_waits_for_a_lane_until_its_own_deadline() {
 }
 
 #[test]
+fn a_refused_dial_fails_what_waits_at_once_unless_another_path_may_come() {
+    let mut rig = Rig::new(&[PathSpec::new(SHM, 0), PathSpec::new(TCP, 1)]);
+    (0..2).for_each(|index| rig.down(index, 1));
+    rig.submit(rig.spec(10));
+    let dials = [0, 1].map(|index| Action::Dial { peer: rig.peer, path: path(index) });
+    assert_eq!(rig.actions(), dials);
+    rig.scheduler.on_dial_refused(rig.now, rig.peer, path(0));
+    assert_eq!(rig.actions(), [], "the other one is on its way");
+    rig.scheduler.on_dial_refused(rig.now, rig.peer, path(1));
+    let failure = Failure { cause: Cause::PathLost, far: Far::Untouched };
+    assert_eq!(rig.finished().rest, Some(failure));
+    rig.submit(rig.spec(10));
+    assert_eq!(rig.finished().rest, Some(failure), "until it is dialled again nothing is new");
+    rig.after(millis(20));
+    let job = rig.submit(rig.spec(10));
+    assert_eq!(rig.actions(), dials, "then it is tried");
+    rig.scheduler.on_dial_refused(rig.now, rig.peer, path(0));
+    rig.scheduler.on_open(rig.now, rig.peer, path(1));
+    let (posting, ..) = rig.post();
+    rig.done(posting);
+    assert_eq!(rig.finished().job, job);
+}
+
+#[test]
 fn lack_of_progress_ends_a_job_and_size_does_not() {
     let mut rig = Rig::new(&[PathSpec::new(TCP, 0)]);
     rig.submit(rig.spec(10 * MB));

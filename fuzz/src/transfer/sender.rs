@@ -343,7 +343,11 @@ impl Sender {
         }
         let at = self.dials.remove(usize::from(op[2]) % self.dials.len());
         if op[3].is_multiple_of(4) {
-            self.machine.on_dial_failed(now, self.peer, path(at));
+            if op[4].is_multiple_of(2) {
+                self.machine.on_dial_failed(now, self.peer, path(at));
+            } else {
+                self.machine.on_dial_refused(now, self.peer, path(at));
+            }
             return Ok(());
         }
         self.open(now, receiver, at)

@@ -73,6 +73,8 @@ struct Link {
     /// Batches of the peer whose later pieces are discarded.
     cancelled: HashSet<TicketId>,
     closing: Option<LinkDownReason>,
+    /// Ends that are reported a second time, and when.
+    doubled: Vec<(Instant, TicketId)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +94,8 @@ struct Flight {
     progress: Vec<Progress>,
     arrival: ArrivalState,
     cancelled: bool,
+    /// When it is reported, once it is over.
+    report_at: Option<Instant>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -123,7 +127,16 @@ impl Flight {
     fn new(post: Post) -> Self {
         let arrival = if post.arrival.is_some() { ArrivalState::Waiting } else { ArrivalState::None };
         let progress = vec![Progress::default(); post.moves.len()];
-        Self { post, next_move: 0, next_offset: 0, outstanding: 0, progress, arrival, cancelled: false }
+        Self {
+            post,
+            next_move: 0,
+            next_offset: 0,
+            outstanding: 0,
+            progress,
+            arrival,
+            cancelled: false,
+            report_at: None,
+        }
     }
 
     fn all_sent(&self) -> bool {
@@ -340,10 +353,17 @@ impl Link {
     fn finish(&mut self, now: Instant, inbound: &mut dyn Inbound) -> bool {
         let mut worked = false;
         let mut index = 0;
+        self.doubled.retain(|(at, ticket)| {
+            if *at <= now {
+                worked = true;
+                inbound.event(Event::Finished { ticket: *ticket, outcome: Outcome::DONE, moves: Vec::new() });
+            }
+            *at > now
+        });
         while let Some(&ticket) = self.order.get(index) {
             let over = self.batches.get_mut(&ticket).is_none_or(|flight| {
                 flight.give_up_arrival();
-                flight.is_over()
+                flight.is_over() && *flight.report_at.get_or_insert_with(|| self.end.report_at(now)) <= now
             });
             if !over {
                 index += 1;
@@ -355,9 +375,16 @@ impl Link {
                 self.end.send(now, Frame::Forget { ticket });
             }
             flight.finish(None, inbound);
+            self.doubled.extend(self.end.doubled_at(now).map(|at| (at, ticket)));
             worked = true;
         }
         worked
+    }
+
+    /// When something is to be done next.
+    fn next_at(&self) -> Option<Instant> {
+        let reports = self.batches.values().filter(|flight| flight.is_over()).filter_map(|flight| flight.report_at);
+        reports.chain(self.doubled.iter().map(|(at, _)| *at)).chain(self.end.next_at()).min()
     }
 
     fn bury(mut self, id: LinkId, now: Instant, reason: LinkDownReason, inbound: &mut dyn Inbound) {
@@ -481,6 +508,7 @@ unsafe impl Transport for Sim {
             outstanding: 0,
             cancelled: HashSet::new(),
             closing: None,
+            doubled: Vec::new(),
         };
         self.links.insert(link, fresh);
         Ok(())
@@ -541,7 +569,7 @@ unsafe impl Completions for Sim {
         if self.links.values().any(|link| link.closing.is_some()) {
             return Wake::Now;
         }
-        let next = self.links.values().filter_map(|link| link.end.next_at()).min();
+        let next = self.links.values().filter_map(Link::next_at).min();
         match next {
             Some(at) if at <= now => Wake::Now,
             Some(at) => Wake::After(at.since(now)),

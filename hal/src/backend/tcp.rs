@@ -111,6 +111,9 @@ pub struct TcpOptions {
     /// up a node's connections. The side that accepted waits for the other, who alone can come back. [`Duration::MAX`]:
     /// never.
     pub idle_span_max: Duration,
+    /// A lane that was idle ends when nothing at all comes back for so long after its next use: short enough that another
+    /// one can be connected within the time that connecting may take.
+    pub first_answer: Duration,
     /// Checksums of payloads.
     pub checksum: Checksum,
     /// Congestion control towards peers on this host.
@@ -123,6 +126,7 @@ impl Default for TcpOptions {
             progress_deadline: Duration::from_secs(5),
             keepalive: Duration::from_secs(10),
             idle_span_max: Duration::MAX,
+            first_answer: Duration::from_millis(400),
             checksum: Checksum::default(),
             local_peers: LocalPeers::default(),
         }

@@ -15,6 +15,15 @@ use millpond_node::runtime::{Runtime, within};
 use millpond_node::session::Target;
 use millpond_node::store::{StoreConfig, StoreNode};
 
+#[path = "../own_runtime.rs"]
+mod own;
+
+pub(crate) use own::Own;
+
+pub(crate) fn main() {
+    run(&Own::start().expect("threads and an epoll set"));
+}
+
 const ECHO: u16 = 0x7f01;
 const FOREVER: u16 = 0x7f02;
 
@@ -24,7 +33,7 @@ struct Text {
     text: String,
 }
 
-pub(super) fn run<R: Runtime>(runtime: &R) {
+fn run<R: Runtime>(runtime: &R) {
     let all = within(runtime, Duration::from_secs(30), serve(runtime));
     block_on(all).expect("a node and its store within 30 s");
     println!("own_runtime: a node served calls, a store kept a value, and both ended in order");

@@ -26,7 +26,7 @@ macro_rules! on_pairs {
 }
 
 mod node;
-#[path = "../../examples/own_runtime.rs"]
+#[path = "../../examples/own_runtime/serve.rs"]
 mod own_runtime;
 mod rpc;
 mod runtime;

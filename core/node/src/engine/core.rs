@@ -57,6 +57,8 @@ pub(super) struct Core {
     pub(super) driver_turns: AtomicU64,
     /// Held by the one caller that sleeps on the descriptor.
     pub(super) leader: Mutex<()>,
+    /// That one sleeps, or is about to: an end that somebody else brings about has to wake it.
+    pub(super) leader_naps: AtomicBool,
     /// Callers that wait for the leader to bring their transfer on, or to leave.
     pub(super) followers: Mutex<Vec<Thread>>,
     /// How often in a row spinning did not pay.
@@ -132,6 +134,7 @@ impl Core {
             caller_turns: AtomicU64::new(0),
             driver_turns: AtomicU64::new(0),
             leader: Mutex::new(()),
+            leader_naps: AtomicBool::new(false),
             followers: Mutex::default(),
             spins_lost: AtomicU32::new(0),
             waits: Waits::default(),
@@ -311,6 +314,9 @@ impl Core {
     pub(super) fn on_transfer_over(&self) {
         self.open.fetch_sub(1, Ordering::Relaxed);
         self.woke.store(true, Ordering::Relaxed);
+        if self.leader_naps.load(Ordering::Relaxed) && self.leader_naps.swap(false, Ordering::Relaxed) {
+            self.waker.wake();
+        }
     }
 
     /// Whether tasks were woken since the last call.

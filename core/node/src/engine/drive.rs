@@ -128,6 +128,9 @@ impl Core {
             self.followers.lock().retain(|other| other.id() != this);
             return;
         };
+        // Arming takes the progress lock, under which transfers end: one that ended before is seen below, one that ends
+        // after it sees this.
+        self.leader_naps.store(true, Relaxed);
         if let Armed::Until(until) = self.arm()
             && !transfer.is_over()
         {
@@ -137,6 +140,7 @@ impl Core {
             // An interrupted or failed wait is a short one: the loop above looks again.
             let _ = rustix::event::poll(&mut [PollFd::new(&self.wake_fd, PollFlags::IN)], Some(&timeout));
         }
+        self.leader_naps.store(false, Relaxed);
         drop(leading);
     }
 

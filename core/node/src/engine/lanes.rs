@@ -137,6 +137,33 @@ fn adopt_dialled(core: &Core, key: Handle, lane: NewLane) -> Result<(), String> 
     opened
 }
 
+/// A lane that did not come about.
+struct NotDialled {
+    why: String,
+    /// Nobody listens there.
+    is_refused: bool,
+}
+
+impl From<String> for NotDialled {
+    fn from(why: String) -> Self {
+        Self { why, is_refused: false }
+    }
+}
+
+impl From<io::Error> for NotDialled {
+    fn from(error: io::Error) -> Self {
+        Self { why: error.to_string(), is_refused: error.kind() == io::ErrorKind::ConnectionRefused }
+    }
+}
+
+impl From<SessionError> for NotDialled {
+    fn from(error: SessionError) -> Self {
+        let is_refused =
+            matches!(&error, SessionError::Connect { source, .. } if source.kind() == io::ErrorKind::ConnectionRefused);
+        Self { why: error.to_string(), is_refused }
+    }
+}
+
 /// Dials a lane that the shard wants.
 pub(super) async fn dial_wanted<R: Runtime>(runtime: R, core: Arc<Core>, wanted: WantedLane) {
     let dialled = if wanted.index >= SHM_LANES {
@@ -144,33 +171,31 @@ pub(super) async fn dial_wanted<R: Runtime>(runtime: R, core: Arc<Core>, wanted:
     } else {
         dial_tcp(&runtime, &core, &wanted).await
     };
-    let opened =
-        dialled.and_then(|lane| core.locked(|shard| shard.open_lane(wanted.peer, lane, &core.options, core.now())));
-    if let Err(why) = opened {
+    let opened = dialled
+        .and_then(|lane| Ok(core.locked(|shard| shard.open_lane(wanted.peer, lane, &core.options, core.now()))?));
+    if let Err(NotDialled { why, is_refused }) = opened {
         tracing::debug!(index = wanted.index, %why, "a lane could not be dialled");
-        core.locked(|shard| shard.on_dial_failed(wanted.peer, wanted.index, &core.options, core.now()));
+        core.locked(|shard| shard.on_dial_failed(&wanted, is_refused, &core.options, core.now()));
     }
     core.kick();
 }
 
-async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, String> {
-    let address = wanted.inner.address.ok_or("the peer has no address")?;
-    let addresses = wanted.inner.addresses();
-    let expected = Some(wanted.inner.identity.node);
-    let connected = connect_to(runtime, core, &addresses, expected, wanted.index).await;
-    let (met, lane) = connected.map_err(|error| error.to_string())?;
+async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, NotDialled> {
+    let address = wanted.inner.address.ok_or_else(|| "the peer has no address".to_owned())?;
+    let (addresses, expected) = (wanted.inner.addresses(), Some(wanted.inner.identity.node));
+    let (met, lane) = connect_to(runtime, core, &addresses, expected, wanted.index).await?;
     if met.incarnation != wanted.inner.identity.incarnation {
         core.locked(|shard| shard.peer(met, Some(address), &core.options, core.now()));
-        return Err("the node was restarted".to_owned());
+        return Err("the node was restarted".to_owned().into());
     }
     Ok(lane)
 }
 
-async fn dial_shm<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, String> {
+async fn dial_shm<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, NotDialled> {
     let identity = wanted.inner.identity;
-    let fd = unix_socket().map_err(|error| error.to_string())?;
-    connect(&fd, &unix_name(&identity).map_err(|error| error.to_string())?).map_err(|error| error.to_string())?;
-    let pipe = UnixPipe::<R>::new(runtime, fd).map_err(|error| error.to_string())?;
+    let fd = unix_socket().map_err(io::Error::from)?;
+    connect(&fd, &unix_name(&identity).map_err(io::Error::from)?).map_err(io::Error::from)?;
+    let pipe = UnixPipe::<R>::new(runtime, fd)?;
     let generation = core.locked(Shard::next_generation);
     let purpose = Purpose::Lane { index: wanted.index, generation };
     let deadline = runtime.now() + core.options.connect_deadline;
@@ -178,7 +203,7 @@ async fn dial_shm<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> 
     let shaken = by(runtime, deadline, shake_as_dialer(pipe, &credentials, purpose, identity.node)).await;
     let (pipe, met) = shaken.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
     if met.hello.identity.incarnation != identity.incarnation {
-        return Err("another incarnation answered".to_owned());
+        return Err("another incarnation answered".to_owned().into());
     }
     let index = wanted.index;
     let side = LaneSide::Dialed;

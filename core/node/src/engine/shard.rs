@@ -401,10 +401,15 @@ impl Shard {
         }
     }
 
-    pub(super) fn on_dial_failed(&mut self, key: Handle, index: u8, options: &Options, now: Instant) {
+    pub(super) fn on_dial_failed(&mut self, wanted: &WantedLane, is_refused: bool, options: &Options, now: Instant) {
+        let WantedLane { peer: key, index, .. } = *wanted;
         if let (Some(peer), Some(path)) = (self.peers.get_mut(key), path_of(LaneSide::Dialed, index)) {
             peer.on_dial_failed(index);
-            self.brain.on_dial_failed(now, peer.brain, path);
+            if is_refused {
+                self.brain.on_dial_refused(now, peer.brain, path);
+            } else {
+                self.brain.on_dial_failed(now, peer.brain, path);
+            }
             self.pump(options, now);
         }
     }

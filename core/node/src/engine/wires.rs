@@ -3,7 +3,7 @@
 //! With it an engine opens no socket at all: lanes are links of a device that the network brings along, everything above
 //! them (peers, generations, scheduling, grants) is as always, and they are called `tcp`. Together with a runtime whose
 //! [`now`](crate::runtime::Runtime::now) and timers are its own, a whole cluster of engines runs on one thread, under
-//! virtual time, over `hal::sim`; `verify/tests/sim` does. There is no hello on such a network: it answers for whom it
+//! virtual time, over `hal::sim`; `verify/sim` does. There is no hello on such a network: it answers for whom it
 //! connects. Invariant, as for sockets: what a lane replaces over there is closed before the lane is there.
 
 use std::io;
@@ -23,7 +23,7 @@ use crate::session::{Permit, SessionError};
 
 /// Somebody wants a lane.
 ///
-/// Example: `verify/tests/sim/world.rs`.
+/// Example: `verify/sim/src/world.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
     /// The node that is called.
@@ -38,7 +38,7 @@ pub struct Call {
 
 /// A call that was answered: both ends are there.
 ///
-/// Example: `verify/tests/sim/world.rs`.
+/// Example: `verify/sim/src/world.rs`.
 #[derive(Debug)]
 pub struct Answered {
     /// Who answered.
@@ -49,7 +49,7 @@ pub struct Answered {
 
 /// A network that connects engines in a way of its own.
 ///
-/// Example: `verify/tests/sim/world.rs`.
+/// Example: `verify/sim/src/world.rs`.
 pub trait Wires: Send + Sync + 'static {
     /// Its device for one engine.
     fn device(&self) -> Box<dyn Device>;

@@ -30,6 +30,10 @@ pub struct Faults {
     pub order: Order,
     /// How long the death of an end goes unnoticed.
     pub death_notice: Duration,
+    /// How long after its end a batch may be reported, at most.
+    pub late_max: Duration,
+    /// Ends of batches that are reported again somewhat later, of a million.
+    pub doubled_per_million: u32,
 }
 
 /// Whether frames keep their order.
@@ -55,6 +59,8 @@ impl Default for Faults {
             loss_per_million: 0,
             order: Order::Kept,
             death_notice: Duration::from_millis(1),
+            late_max: Duration::ZERO,
+            doubled_per_million: 0,
         }
     }
 }
@@ -109,6 +115,8 @@ struct State {
     faults: Faults,
     sent: u64,
     lost: u64,
+    /// The frame of that number is lost, whatever the chances.
+    lose: Option<u64>,
     /// Wire `2 n` leads from the first end of pair n to the second, `2 n + 1` back.
     wires: Vec<Wire>,
 }
@@ -129,7 +137,8 @@ impl SimNet {
     /// A network without ends. The same seed gives the same delays and losses.
     #[must_use]
     pub fn new(seed: u64, faults: Faults) -> Self {
-        let state = State { random: seed ^ 0x9E37_79B9_7F4A_7C15, faults, sent: 0, lost: 0, wires: Vec::new() };
+        let state =
+            State { random: seed ^ 0x9E37_79B9_7F4A_7C15, faults, sent: 0, lost: 0, lose: None, wires: Vec::new() };
         Self(Arc::new(Mutex::new(state)))
     }
 
@@ -174,6 +183,11 @@ impl SimNet {
     /// From now on the network behaves so.
     pub fn set_faults(&self, faults: Faults) {
         self.0.lock().faults = faults;
+    }
+
+    /// The frame that makes [`SimNet::sent`] this number is lost.
+    pub fn lose(&self, number: u64) {
+        self.0.lock().lose = Some(number);
     }
 
     /// Frames sent so far.
@@ -247,7 +261,7 @@ impl End {
         if state.wires[self.out].closed || state.wires[self.out].died_at.is_some() {
             return;
         }
-        if chance < u64::from(faults.loss_per_million) {
+        if chance < u64::from(faults.loss_per_million) || state.lose == Some(number) {
             state.lost += 1;
             return;
         }
@@ -259,6 +273,24 @@ impl End {
         }
         wire.last_at = wire.last_at.max(at);
         wire.frames.insert((at, number), frame);
+    }
+
+    /// When a batch that ended now is reported.
+    pub(super) fn report_at(&mut self, now: Instant) -> Instant {
+        let mut state = self.net.0.lock();
+        let late_max = state.faults.late_max.as_nanos();
+        if late_max == 0 { now } else { now + Duration::from_nanos(state.random() % (late_max + 1)) }
+    }
+
+    /// When the end of a batch is reported again; `None`: once is enough.
+    pub(super) fn doubled_at(&mut self, now: Instant) -> Option<Instant> {
+        let mut state = self.net.0.lock();
+        let (chance, faults) = (state.faults.doubled_per_million, state.faults);
+        if chance == 0 || state.random() % 1_000_000 >= u64::from(chance) {
+            return None;
+        }
+        let span = faults.delay_max.as_nanos().max(1);
+        Some(now + Duration::from_nanos(state.random() % span))
     }
 
     pub(super) fn receive(&mut self, now: Instant) -> Option<Frame> {

@@ -43,6 +43,8 @@ pub(super) struct Lane {
     /// It ends when nobody used it for long.
     retires: bool,
     ping_sent_at: Option<Instant>,
+    /// That ping went before the first batch after the lane was idle.
+    is_first_use: bool,
     seen: (u64, u64),
     asked: u64,
     ping_nonce: u64,
@@ -50,6 +52,9 @@ pub(super) struct Lane {
     broken: Option<LinkDownReason>,
     refused: Refused,
 }
+
+/// A lane that heard nothing for so long has to show at its next use that it is still there.
+const IDLE_SPAN: Duration = Duration::from_millis(200);
 
 impl Lane {
     pub(super) fn new(now: Instant, mut wire: Wire, style: Style, read_ahead: &[u8]) -> Option<Self> {
@@ -72,6 +77,7 @@ impl Lane {
             used_at: now,
             retires: style.retires,
             ping_sent_at: None,
+            is_first_use: false,
             seen: (0, 0),
             asked: 0,
             ping_nonce: 0,
@@ -99,6 +105,11 @@ impl Lane {
         if self.tickets.is_empty() {
             // The wait begins now; what was idle before was not stuck.
             self.progress_at = now;
+            // Somebody between may have forgotten the connection meanwhile, in silence.
+            if now >= self.received_at + IDLE_SPAN && self.ping_sent_at.is_none() {
+                self.ping(now);
+                self.is_first_use = true;
+            }
         }
         let id = post.ticket;
         tools.tickets.insert(lane_slot, post);
@@ -172,6 +183,7 @@ impl Lane {
         if seen.0 != self.seen.0 {
             self.received_at = now;
             self.ping_sent_at = None;
+            self.is_first_use = false;
         }
         if seen.1 != self.seen.1 {
             self.progress_at = now;
@@ -235,7 +247,7 @@ impl Lane {
     /// When the clocks must be looked at again.
     pub(super) fn next_timer(&self, options: &TcpOptions) -> Instant {
         let keepalive = match self.ping_sent_at {
-            Some(sent_at) => sent_at + options.progress_deadline,
+            Some(sent_at) => sent_at + self.pong_within(options),
             None => self.received_at + self.ping_after(options),
         };
         if self.is_waited_for() {
@@ -254,6 +266,17 @@ impl Lane {
         !self.tickets.is_empty()
     }
 
+    fn pong_within(&self, options: &TcpOptions) -> Duration {
+        if self.is_first_use { options.first_answer } else { options.progress_deadline }
+    }
+
+    fn ping(&mut self, now: Instant) {
+        self.ping_nonce += 1;
+        let (generation, nonce) = (self.generation, self.ping_nonce);
+        self.out.answer(&Frame::Ping { generation, nonce });
+        self.ping_sent_at = Some(now);
+    }
+
     /// In the middle of a frame of the peer silence is suspicious sooner.
     fn ping_after(&self, options: &TcpOptions) -> Duration {
         if self.into.is_mid_frame() { options.progress_deadline } else { options.keepalive }
@@ -268,12 +291,9 @@ impl Lane {
             return self.end(LinkDownReason::Idle);
         }
         match self.ping_sent_at {
-            Some(sent_at) if now >= sent_at + options.progress_deadline => self.end(LinkDownReason::Stalled),
+            Some(sent_at) if now >= sent_at + self.pong_within(options) => self.end(LinkDownReason::Stalled),
             None if now >= self.received_at + self.ping_after(options) => {
-                self.ping_nonce += 1;
-                let (generation, nonce) = (self.generation, self.ping_nonce);
-                self.out.answer(&Frame::Ping { generation, nonce });
-                self.ping_sent_at = Some(now);
+                self.ping(now);
                 self.has_more = true;
             }
             _ => {}
