@@ -11,7 +11,7 @@ use std::sync::Arc;
 use millpond_core::batch::RegionId;
 use millpond_core::slab::{Handle, Slab, Slot};
 use millpond_core::time::{Duration, Instant};
-use millpond_core::transfer::{self, Dialling, JobSpec, PathId, SubmitError};
+use millpond_core::transfer::{self, Dialling, JobSpec, PATHS_PER_PEER_MAX, PathId, SubmitError};
 use millpond_core::wire::hello::{Field, Identity, Refusal as Refused};
 use millpond_hal::backend::file::DriverInfo;
 use millpond_hal::backend::host::Host;
@@ -526,8 +526,9 @@ impl Shard {
     /// What was counted, the scheduler's part included.
     pub(super) fn counted(&self) -> Statistics {
         let counters = self.brain.counters();
-        let loads = self.peers.iter().filter_map(|(_, peer)| self.brain.load(peer.brain));
-        let bytes_open = loads.map(|load| load.bytes).sum();
+        let paths = || (0..PATHS_PER_PEER_MAX).filter_map(PathId::new);
+        let loads = self.peers.iter().flat_map(|(_, peer)| paths().map(|path| self.brain.path_load(peer.brain, path)));
+        let bytes_open = loads.flatten().map(|load| load.bytes).sum();
         let slices_open = u64::try_from(self.brain.slices()).unwrap_or(u64::MAX);
         Statistics { retries: counters.retries, bytes_open, slices_open, ..self.statistics }
     }
