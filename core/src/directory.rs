@@ -9,10 +9,11 @@
 //! - one slot of one segment holds at most one replica, and a segment at most one of an object;
 //! - a version is the [`Stamp`] of the event that stored it; a lower version never replaces a higher one;
 //! - a replica with a running lease or a pin is never given up to eviction;
-//! - every change of the index is one numbered event, and every lost object one entry of the removal history.
+//! - every change of the index is one numbered event (an owner that leaves is one more), and every lost object one entry of the removal history.
 
 mod events;
 mod history;
+mod holdings;
 mod names;
 mod object;
 mod owners;
@@ -27,6 +28,7 @@ use crate::time::{Duration, Instant};
 
 pub use events::{Change, Event, EventPage};
 pub use history::{Explanation, Reason, Removal};
+pub use holdings::{Holdings, Place};
 pub use names::{KEY_LEN_MAX, Key, KeyError, Location, NodeId, Owner, Stamp};
 pub use object::{
     Commit, Committed, EvictVerdict, Found, Leases, Listed, Located, Miss, Mode, Page, Pin, Removed, Stat, Urgency,

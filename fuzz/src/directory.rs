@@ -4,8 +4,8 @@
 //! Few nodes, few slots and few keys, so that short lists meet the interesting collisions.
 
 use millpond_core::directory::{
-    Answer, Committed, Config, Directory, Join, Leases, Limits, Location, Mode, NodeId, Owner, Part, Pin, SeededBug,
-    SegmentFacts, SegmentLoad, Stamp, Start, Tier, Urgency,
+    Answer, Committed, Config, Directory, Join, Leases, Limits, Location, Mode, NodeId, Owner, Part, Pin, Place,
+    SeededBug, SegmentFacts, SegmentLoad, Stamp, Start, Tier, Urgency,
 };
 use millpond_core::time::{Duration, Instant};
 use millpond_oracle::directory::{Call, Oracle, Outcome, OwnedEntry, Subject};
@@ -131,7 +131,10 @@ impl World {
                 Call::Commit { owner, key, len, location, mode, pin: pin(c) }
             }
             15..=17 => Call::Locate(bytes, Duration::from_secs(u64::from(a % 6))),
-            18 => Call::Exists(bytes),
+            18 if a % 2 == 0 => Call::Exists(bytes),
+            18 => {
+                Call::Holdings { node: owner.node, prefix: prefix(what), after: place(b, c), max: usize::from(c % 5) }
+            }
             19 => Call::Stat(bytes),
             20 => Call::List { prefix: prefix(what), after, max: usize::from(a % 5) },
             21 => Call::Remove(bytes, leases),
@@ -247,6 +250,10 @@ fn pin(c: u8) -> Pin {
         6 => Pin::Hard,
         _ => Pin::Free,
     }
+}
+
+fn place(b: u8, c: u8) -> Option<Place> {
+    (!b.is_multiple_of(3)).then(|| Place { segment: u32::from(b % 2), slot: u32::from(c % 4) })
 }
 
 fn prefix(what: u8) -> Vec<u8> {

@@ -4,7 +4,7 @@ use alloc::collections::VecDeque;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use super::{Location, Reason, Stamp, Tier};
+use super::{Location, Owner, Reason, Stamp, Tier};
 
 /// One change of the index, numbered without gaps within a term.
 ///
@@ -50,6 +50,15 @@ pub enum Change {
         reason: Reason,
         /// Replicas of the object that are left.
         replicas_left: u32,
+        /// How many of those lie with the same node, in another segment.
+        left_there: u32,
+    },
+    /// An owner left the table: whatever it held is gone, and the removal of each replica follows.
+    Left {
+        /// Node and incarnation.
+        owner: Owner,
+        /// Why.
+        reason: Reason,
     },
     /// Everything with a lower stamp is gone and never returns.
     Cleared,
@@ -69,7 +78,8 @@ pub struct EventPage {
     /// Where to go on.
     pub next: Stamp,
     /// Events were lost between the place asked for and `next` (an older term, or longer ago than the ring holds): take a
-    /// snapshot by listing, then go on at `next`. `events` is empty then.
+    /// snapshot, by [`Directory::list`](super::Directory::list) of what there is or by
+    /// [`Directory::holdings`](super::Directory::holdings) of who has it, then go on at `next`. `events` is empty then.
     pub gap: bool,
 }
 

@@ -360,6 +360,10 @@ impl Directory {
     }
 
     fn drop_owner(&mut self, now: Instant, node: NodeId, reason: Reason) {
+        if let Some(incarnation) = self.owners.get(&node).map(|row| row.incarnation) {
+            let (at, owner) = (self.next_stamp(), Owner { node, incarnation });
+            self.events.push(Event { at, change: Change::Left { owner, reason } });
+        }
         let indexes: Vec<u32> =
             self.owners.get(&node).map_or_else(Vec::new, |row| row.segments.keys().copied().collect());
         for index in indexes {
@@ -384,6 +388,8 @@ impl Directory {
         let Some(index) = object.replicas.iter().position(|replica| *replica == location) else { return false };
         object.replicas.remove(index);
         let (version, len, left) = (object.version, object.len, object.replicas.len());
+        let left_there = object.replicas.iter().filter(|replica| replica.node == location.node).count();
+        let left_there = u32::try_from(left_there).unwrap_or(u32::MAX);
         if left == 0 || forget_all {
             self.objects.remove(key);
             self.bytes -= len;
@@ -397,8 +403,8 @@ impl Directory {
             segment.slots.remove(&location.slot);
         }
         let replicas_left = u32::try_from(left).unwrap_or(u32::MAX);
-        let at = self.next_stamp();
-        self.events.push(Event { at, change: Change::Removed { key: key.clone(), location, reason, replicas_left } });
+        let (at, key) = (self.next_stamp(), key.clone());
+        self.events.push(Event { at, change: Change::Removed { key, location, reason, replicas_left, left_there } });
         true
     }
 

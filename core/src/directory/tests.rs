@@ -176,3 +176,41 @@ fn listing_and_removing_by_prefix_go_page_by_page() {
     assert_eq!((removed.objects, removed.next.as_deref()), (2, Some(&b"a/2"[..])));
     assert_eq!(directory.totals().objects, 2);
 }
+
+#[test]
+fn an_owner_that_leaves_is_said_to_before_its_replicas_are() {
+    let (mut directory, a, b) = with_two_owners();
+    let stored = directory.on_commit(at(0), a, &Commit::new(key(b"k"), 5, place(a, 0, 1))).value.unwrap();
+    let Committed::Stored { version, .. } = stored else { panic!("{stored:?}") };
+    let copy = Commit { mode: Mode::Replica { version }, ..Commit::new(key(b"k"), 5, place(b, 0, 1)) };
+    directory.on_commit(at(0), b, &copy).value.unwrap();
+    let before = directory.position();
+    assert!(directory.on_death(at(1), a));
+    let changes: Vec<Change> =
+        directory.events(before, 10).value.events.into_iter().map(|event| event.change).collect();
+    assert_eq!(changes[0], Change::Left { owner: a, reason: Reason::OwnerLost });
+    let expected = Change::Removed {
+        key: b"k".as_slice().into(),
+        location: place(a, 0, 1),
+        reason: Reason::OwnerLost,
+        replicas_left: 1,
+        left_there: 0,
+    };
+    assert_eq!(changes[1..], [expected]);
+}
+
+#[test]
+fn what_an_owner_holds_is_told_page_by_page() {
+    let limits = Limits { page_max: 2, ..Limits::default() };
+    let mut directory = Directory::new(at(0), Config { limits, ..Config::fresh(1) });
+    let a = owner(1, 1);
+    join(&mut directory, at(0), a);
+    for (slot, name) in (0u32..).zip([&b"kv/1"[..], b"other", b"kv/3"]) {
+        directory.on_commit(at(0), a, &Commit::new(key(name), 5, place(a, slot, 1))).value.unwrap();
+    }
+    let first = directory.holdings(a.node, b"kv/", None, 100).value;
+    assert_eq!((first.keys.len(), first.next), (1, Some(Place { segment: 0, slot: 1 })), "a page can be short");
+    let last = directory.holdings(a.node, b"kv/", first.next, 100).value;
+    assert_eq!((&*last.keys[0], last.next), (&b"kv/3"[..], None));
+    assert_eq!(directory.holdings(NodeId([9; 16]), b"", None, 100).value.owner, None);
+}

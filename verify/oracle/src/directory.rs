@@ -7,9 +7,9 @@ mod oracle;
 pub use oracle::Oracle;
 
 use millpond_core::directory::{
-    Answer, Commit, Committed, Directory, Entry, EntryVerdict, EventPage, EvictVerdict, Explanation, Inventory, Join,
-    Key, Leases, Located, Location, Miss, Mode, Owner, OwnerView, Page, Part, Pin, Refusal, Removed, SegmentLoad,
-    Stamp, Stat, Urgency, Victim,
+    Answer, Commit, Committed, Directory, Entry, EntryVerdict, EventPage, EvictVerdict, Explanation, Holdings,
+    Inventory, Join, Key, Leases, Located, Location, Miss, Mode, NodeId, Owner, OwnerView, Page, Part, Pin, Place,
+    Refusal, Removed, SegmentLoad, Stamp, Stat, Urgency, Victim,
 };
 use millpond_core::time::{Duration, Instant};
 
@@ -47,6 +47,7 @@ pub enum Call {
     Exists(Vec<u8>),
     Stat(Vec<u8>),
     List { prefix: Vec<u8>, after: Option<Vec<u8>>, max: usize },
+    Holdings { node: NodeId, prefix: Vec<u8>, after: Option<Place>, max: usize },
     Remove(Vec<u8>, Leases),
     RemovePrefix { prefix: Vec<u8>, after: Option<Vec<u8>>, leases: Leases },
     Clear,
@@ -73,6 +74,7 @@ pub enum Outcome {
     Exists(Answer<Result<(), Miss>>),
     Stat(Answer<Result<Stat, Miss>>),
     Page(Answer<Page>),
+    Holdings(Answer<Holdings>),
     Removed(Answer<Removed>),
     Cleared(Answer<u64>),
     Evicted(Answer<Result<Vec<EvictVerdict>, Refusal>>),
@@ -121,6 +123,9 @@ impl Subject for Directory {
             Call::Exists(bytes) => Outcome::Exists(self.exists(now, key(bytes))),
             Call::Stat(bytes) => Outcome::Stat(self.stat(now, key(bytes))),
             Call::List { prefix, after, max } => Outcome::Page(self.list(prefix, after.as_deref(), *max)),
+            Call::Holdings { node, prefix, after, max } => {
+                Outcome::Holdings(self.holdings(*node, prefix, *after, *max))
+            }
             Call::Remove(bytes, leases) => Outcome::Removed(self.on_remove(now, key(bytes), *leases)),
             Call::RemovePrefix { prefix, after, leases } => {
                 Outcome::Removed(self.on_remove_prefix(now, prefix, after.as_deref(), *leases))

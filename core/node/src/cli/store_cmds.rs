@@ -471,10 +471,15 @@ fn describe(event: &Event) -> (String, Json) {
                     "tier": tier, "location": location_json(location) }),
             )
         }
-        Change::Removed { key, location, reason, replicas_left } => (
+        Change::Removed { key, location, reason, replicas_left, .. } => (
             format!("{at} removed {} from {}: {reason}; {replicas_left} replicas left", shown(key), location.node),
             json!({ "at": at, "event": "removed", "key": key_json(key), "reason": reason.to_string(),
                 "replicas_left": replicas_left, "location": location_json(location) }),
+        ),
+        Change::Left { owner, reason } => (
+            format!("{at} left: {}, incarnation {}: {reason}", owner.node, owner.incarnation),
+            json!({ "at": at, "event": "left", "node": owner.node.to_string(), "incarnation": owner.incarnation,
+                "reason": reason.to_string() }),
         ),
         Change::Cleared => (format!("{at} cleared"), json!({ "at": at, "event": "cleared" })),
         _ => (format!("{at} something this version does not know"), json!({ "at": at, "event": "unknown" })),

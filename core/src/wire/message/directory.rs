@@ -8,8 +8,10 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 mod convert;
+mod watch;
 
 pub use convert::Unreadable;
+pub use watch::{Event, EventBatch, HoldingsReply, HoldingsRequest, Place, WatchRequest};
 
 /// Client → shard: [`LocateRequest`] is answered by [`LocateReply`].
 pub const METHOD_LOCATE: u16 = 0x0101;
@@ -29,6 +31,8 @@ pub const METHOD_EXPLAIN_MISS: u16 = 0x0107;
 pub const METHOD_VIEW: u16 = 0x0108;
 /// Watcher → shard, a stream: [`WatchRequest`] is answered by [`EventBatch`] messages.
 pub const METHOD_WATCH: u16 = 0x0109;
+/// Watcher → shard: [`HoldingsRequest`] is answered by [`HoldingsReply`].
+pub const METHOD_HOLDINGS: u16 = 0x010a;
 /// Owner → shard: [`JoinRequest`] is answered by [`Header`].
 pub const METHOD_JOIN: u16 = 0x0110;
 /// Owner → shard: [`HeartbeatRequest`] is answered by [`HeartbeatReply`].
@@ -458,69 +462,6 @@ pub struct ViewReply {
     /// The longest lease that is granted.
     #[prost(uint64, tag = "3")]
     pub lease_max_ns: u64,
-}
-
-/// Asks for the stream of changes.
-///
-/// Example: `core/src/wire/message/tests.rs`.
-#[derive(Clone, Copy, PartialEq, Eq, ::prost::Message)]
-pub struct WatchRequest {
-    /// Events after this one; without it, those to come.
-    #[prost(message, optional, tag = "1")]
-    pub after: Option<Stamp>,
-}
-
-/// One change.
-///
-/// Example: `core/src/wire/message/tests.rs`.
-#[derive(Clone, PartialEq, Eq, ::prost::Message)]
-pub struct Event {
-    /// Its number.
-    #[prost(message, optional, tag = "1")]
-    pub at: Option<Stamp>,
-    /// 1 stored, 2 removed, 3 cleared; others are from a later version.
-    #[prost(uint32, tag = "2")]
-    pub kind: u32,
-    /// The key.
-    #[prost(bytes = "vec", tag = "3")]
-    pub key: Vec<u8>,
-    /// The replica.
-    #[prost(message, optional, tag = "4")]
-    pub location: Option<Location>,
-    /// Stored: the version.
-    #[prost(message, optional, tag = "5")]
-    pub version: Option<Stamp>,
-    /// Stored: bytes of the value.
-    #[prost(uint64, tag = "6")]
-    pub len: u64,
-    /// Stored: 0 memory, 1 flash.
-    #[prost(uint32, tag = "7")]
-    pub tier: u32,
-    /// Removed: the reason's code.
-    #[prost(uint32, tag = "8")]
-    pub reason: u32,
-    /// Removed: replicas left.
-    #[prost(uint32, tag = "9")]
-    pub replicas_left: u32,
-}
-
-/// Some events, in order.
-///
-/// Example: `core/src/wire/message/tests.rs`.
-#[derive(Clone, PartialEq, Eq, ::prost::Message)]
-pub struct EventBatch {
-    /// Who speaks.
-    #[prost(message, optional, tag = "1")]
-    pub header: Option<Header>,
-    /// The events.
-    #[prost(message, repeated, tag = "2")]
-    pub events: Vec<Event>,
-    /// Where to go on after a break.
-    #[prost(message, optional, tag = "3")]
-    pub next: Option<Stamp>,
-    /// Events were lost: list everything, then go on at `next`.
-    #[prost(bool, tag = "4")]
-    pub gap: bool,
 }
 
 /// An owner's first word.

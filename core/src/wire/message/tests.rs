@@ -86,6 +86,10 @@ fn what_watchers_hear_survives_the_wire() {
     let event =
         Event { at: Some(STAMP), kind: 1, key: b"k".to_vec(), location: Some(location()), ..Default::default() };
     survives(EventBatch { header: header(), events: vec![event], next: Some(STAMP), gap: false });
+    let after = Some(Place { segment: 1, slot: 9 });
+    survives(HoldingsRequest { node: vec![7; 16], prefix: b"kv/".to_vec(), after, max: 100 });
+    let keys = vec![b"kv/1".to_vec()];
+    survives(HoldingsReply { header: header(), owner: owner(), keys, next: after, position: Some(STAMP) });
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use millpond_core::directory::{
-    Answer, Change, Committed, Config, EntryVerdict, Event, EventPage, EvictVerdict, Explanation, Found, Health, Join,
-    Leases, Listed, Located, Location, Miss, Mode, NodeId, Owner, OwnerView, Page, Part, Pin, Reason, Refusal, Removal,
-    Removed, SegmentFacts, SegmentView, Stamp, Start, Stat, Urgency,
+    Answer, Change, Committed, Config, EntryVerdict, Event, EventPage, EvictVerdict, Explanation, Found, Health,
+    Holdings, Join, Leases, Listed, Located, Location, Miss, Mode, NodeId, Owner, OwnerView, Page, Part, Pin, Place,
+    Reason, Refusal, Removal, Removed, SegmentFacts, SegmentView, Stamp, Start, Stat, Urgency,
 };
 use millpond_core::time::{Duration, Instant};
 
@@ -156,7 +156,9 @@ impl Oracle {
             let removal = Removal { reason, node: location.node, version, len, ago: Duration::ZERO };
             self.lost.push((key.clone(), removal, now));
         }
-        self.say(Change::Removed { key: key.into(), location, reason, replicas_left });
+        let left_there = self.places(&key).iter().filter(|place| place.node == location.node).count();
+        let left_there = u32::try_from(left_there).unwrap();
+        self.say(Change::Removed { key: key.into(), location, reason, replicas_left, left_there });
     }
 
     fn drop_segments(&mut self, now: Instant, node: NodeId, reason: Reason, keep: impl Fn(&SegmentFacts) -> bool) {
@@ -176,6 +178,8 @@ impl Oracle {
     }
 
     fn drop_owner(&mut self, now: Instant, node: NodeId, reason: Reason) {
+        let owner = self.owners.iter().find(|facts| facts.owner.node == node).map(|facts| facts.owner);
+        self.say(Change::Left { owner: owner.expect("an owner in the table"), reason });
         self.drop_segments(now, node, reason, |_| false);
         self.owners.retain(|facts| facts.owner.node != node);
     }
@@ -649,6 +653,22 @@ impl Subject for Oracle {
 }
 
 impl Oracle {
+    fn holdings(&self, node: NodeId, prefix: &[u8], after: Option<Place>, max: usize) -> Holdings {
+        let max = max.clamp(1, self.config.limits.page_max);
+        let place = |at: &Location| Place { segment: at.segment, slot: at.slot };
+        let mut held: Vec<&(Vec<u8>, Location)> = self.replicas.iter().filter(|(_, at)| at.node == node).collect();
+        held.retain(|(_, at)| after.is_none_or(|after| place(at) > after));
+        held.sort_by_key(|(_, at)| place(at));
+        held.truncate(max);
+        let next = if held.len() == max { held.last().map(|(_, at)| place(at)) } else { None };
+        Holdings {
+            owner: self.owners.iter().find(|facts| facts.owner.node == node).map(|facts| facts.owner),
+            keys: held.iter().filter(|(key, _)| key.starts_with(prefix)).map(|(key, _)| Arc::from(&**key)).collect(),
+            next,
+            position: self.position(),
+        }
+    }
+
     fn apply_rest(&mut self, now: Instant, call: &Call) -> Outcome {
         let page_max = self.config.limits.page_max;
         match call {
@@ -665,6 +685,10 @@ impl Oracle {
                 };
                 let rows = keys.iter().map(row).collect();
                 Outcome::Page(self.answer(Page { rows, next, position: self.position() }))
+            }
+            Call::Holdings { node, prefix, after, max } => {
+                let holdings = self.holdings(*node, prefix, *after, *max);
+                Outcome::Holdings(self.answer(holdings))
             }
             Call::Remove(key, leases) => {
                 let removed = self.remove(now, std::slice::from_ref(key), *leases);

@@ -3,7 +3,10 @@
 use alloc::boxed::Box;
 use alloc::string::String;
 
-use super::{Entry, Event, ExplainReply, Header, Listed, Located, Location, Owner, OwnerView, Pin, Segment, Stamp};
+use super::{
+    Entry, Event, ExplainReply, Header, HoldingsReply, Listed, Located, Location, Owner, OwnerView, Pin, Place,
+    Segment, Stamp,
+};
 use crate::directory as core;
 use crate::time::Duration;
 
@@ -282,15 +285,19 @@ impl From<core::Event> for Event {
                 tier: tier.code(),
                 ..Self::default()
             },
-            core::Change::Removed { key, location, reason, replicas_left } => Self {
+            core::Change::Removed { key, location, reason, replicas_left, left_there } => Self {
                 at,
                 kind: 2,
                 key: key.to_vec(),
                 location: Some(location.into()),
                 reason: reason.code(),
                 replicas_left,
+                left_there,
                 ..Self::default()
             },
+            core::Change::Left { owner, reason } => {
+                Self { at, kind: 4, owner: Some(owner.into()), reason: reason.code(), ..Self::default() }
+            }
             core::Change::Cleared => Self { at, kind: 3, ..Self::default() },
         }
     }
@@ -315,11 +322,55 @@ impl Event {
                 location: location()?,
                 reason: core::Reason::from_code(self.reason),
                 replicas_left: self.replicas_left,
+                left_there: self.left_there,
             },
             3 => core::Change::Cleared,
+            4 => core::Change::Left {
+                owner: self.owner.as_ref().ok_or(Unreadable("owner")).and_then(core::Owner::try_from)?,
+                reason: core::Reason::from_code(self.reason),
+            },
             _ => return Ok(None),
         };
         Ok(Some(core::Event { at, change }))
+    }
+}
+
+impl From<core::Place> for Place {
+    fn from(place: core::Place) -> Self {
+        Self { segment: place.segment, slot: place.slot }
+    }
+}
+
+impl From<Place> for core::Place {
+    fn from(place: Place) -> Self {
+        Self { segment: place.segment, slot: place.slot }
+    }
+}
+
+impl From<core::Answer<core::Holdings>> for HoldingsReply {
+    fn from(answer: core::Answer<core::Holdings>) -> Self {
+        let header = Some((&answer).into());
+        let core::Holdings { owner, keys, next, position } = answer.value;
+        Self {
+            header,
+            owner: owner.map(Owner::from),
+            keys: keys.iter().map(|key| key.to_vec()).collect(),
+            next: next.map(Place::from),
+            position: Some(position.into()),
+        }
+    }
+}
+
+impl TryFrom<&HoldingsReply> for core::Holdings {
+    type Error = Unreadable;
+
+    fn try_from(reply: &HoldingsReply) -> Result<Self, Unreadable> {
+        Ok(Self {
+            owner: reply.owner.as_ref().map(core::Owner::try_from).transpose()?,
+            keys: reply.keys.iter().map(|key| key.as_slice().into()).collect(),
+            next: reply.next.map(core::Place::from),
+            position: reply.position.map(core::Stamp::from).ok_or(Unreadable("position"))?,
+        })
     }
 }
 
@@ -431,13 +482,29 @@ mod tests {
             key: b"k".as_slice().into(),
             location: AT,
             reason: core::Reason::Evicted,
-            replicas_left: 0,
+            replicas_left: 2,
+            left_there: 1,
         };
-        for change in [stored, removed, core::Change::Cleared] {
+        let owner = core::Owner { node: core::NodeId([3; 16]), incarnation: 7 };
+        let left = core::Change::Left { owner, reason: core::Reason::OwnerLost };
+        for change in [stored, removed, left, core::Change::Cleared] {
             let event = core::Event { at, change };
             assert_eq!(Event::from(event.clone()).read(), Ok(Some(event)));
         }
         assert_eq!(Event { kind: 99, at: Some(at.into()), ..Event::default() }.read(), Ok(None));
+    }
+
+    #[test]
+    fn holdings_read_back_as_they_were() {
+        let holdings = core::Holdings {
+            owner: Some(core::Owner { node: core::NodeId([3; 16]), incarnation: 7 }),
+            keys: alloc::vec![b"kv/1".as_slice().into()],
+            next: Some(core::Place { segment: 1, slot: 9 }),
+            position: core::Stamp { term: 2, n: 5 },
+        };
+        let reply = HoldingsReply::from(core::Answer { shard: 0, term: 2, value: holdings.clone() });
+        assert_eq!(core::Holdings::try_from(&reply), Ok(holdings));
+        assert_eq!(core::Holdings::try_from(&HoldingsReply::default()), Err(Unreadable("position")));
     }
 
     #[test]
