@@ -41,3 +41,6 @@ pub mod transfer;
 
 #[cfg(feature = "alloc")]
 pub mod directory;
+
+#[cfg(feature = "alloc")]
+pub mod sched;

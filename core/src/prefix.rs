@@ -15,7 +15,7 @@ use crate::hash::{BlockName, RouteHash};
 use crate::seeded::{self, Bug};
 use crate::slab::Handle;
 
-mod arena;
+pub(crate) mod arena;
 
 use arena::{Arena, NONE};
 pub use arena::{Block, Run};

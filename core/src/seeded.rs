@@ -25,6 +25,16 @@ pub enum Bug {
     BatchCoalescesOneSide,
     /// `batch`: the last piece of a split keeps the whole length.
     BatchSplitOverlaps,
+    /// `sched::index`: what a holder held stays known when it is cleared.
+    IndexKeepsCleared,
+    /// `sched::index`: a column is given away before the last block has lost it.
+    IndexReusesColumnEarly,
+    /// `sched::index`: events of an earlier life are taken.
+    IndexTakesOldLife,
+    /// `sched::index`: a missing event is not noticed.
+    IndexMissesGap,
+    /// `sched::index`: blocks that share a set lose a holder together.
+    IndexChangesSharedSet,
     /// `quiet`: frames of replaced lanes are admitted.
     QuietSkipsLaneCheck,
     /// `quiet`: frames that name fenced or freed memory are admitted.

@@ -17,6 +17,8 @@ pub mod extent;
 
 pub mod prefix;
 
+pub mod index;
+
 /// Eight bytes: what to do, and with what. Any eight bytes are a valid operation of every list.
 pub type Op = [u8; 8];
 

@@ -33,7 +33,7 @@ pub fn run(ops: &[Op]) -> Result<(), String> {
 }
 
 /// The chain an operation speaks of: up to 14 blocks, each one of four that can follow the one before.
-fn chain(op: &Op) -> Vec<u64> {
+pub(crate) fn chain(op: &Op) -> Vec<u64> {
     let letters = u32::from_le_bytes([op[4], op[5], op[6], op[7]]);
     let len = u32::from(op[3] % 14) + 1;
     let mut name = 0xfeed_u64;
@@ -53,7 +53,7 @@ struct World {
     handles: Vec<Handle>,
 }
 
-fn same<T: PartialEq + core::fmt::Debug>(what: &str, got: T, expected: T) -> Result<(), String> {
+pub(crate) fn same<T: PartialEq + core::fmt::Debug>(what: &str, got: T, expected: T) -> Result<(), String> {
     if got == expected { Ok(()) } else { Err(format!("{what}: {got:?}, not {expected:?}")) }
 }
 

@@ -41,6 +41,11 @@ fn prefix_lists_of_the_corpus_hold() {
 }
 
 #[test]
+fn index_histories_of_the_corpus_hold() {
+    replay("index", |data| millpond_fuzz::panic_on(millpond_fuzz::index::run(&millpond_fuzz::ops(data))));
+}
+
+#[test]
 fn batch_lists_of_the_corpus_hold() {
     replay("batch", |data| millpond_fuzz::panic_on(millpond_fuzz::batch::run(&millpond_fuzz::ops(data))));
 }

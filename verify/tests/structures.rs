@@ -86,6 +86,36 @@ fn an_evicted_pin_is_found() {
 }
 
 #[test]
+fn the_cluster_index_agrees_with_its_oracle() {
+    assert_agree(millpond_fuzz::index::run);
+}
+
+#[test]
+fn a_cleared_holder_that_stays_known_is_found() {
+    assert_found(millpond_fuzz::index::run, Bug::IndexKeepsCleared);
+}
+
+#[test]
+fn a_column_that_is_given_away_too_early_is_found() {
+    assert_found(millpond_fuzz::index::run, Bug::IndexReusesColumnEarly);
+}
+
+#[test]
+fn an_event_of_an_earlier_life_that_is_taken_is_found() {
+    assert_found(millpond_fuzz::index::run, Bug::IndexTakesOldLife);
+}
+
+#[test]
+fn a_gap_that_is_not_noticed_is_found() {
+    assert_found(millpond_fuzz::index::run, Bug::IndexMissesGap);
+}
+
+#[test]
+fn a_shared_set_that_is_changed_in_place_is_found() {
+    assert_found(millpond_fuzz::index::run, Bug::IndexChangesSharedSet);
+}
+
+#[test]
 fn batches_agree_with_their_oracle() {
     assert_agree(millpond_fuzz::batch::run);
 }

@@ -20,6 +20,14 @@ fn halves(wide: u128) -> [u64; 2] {
     [wide & mask, wide >> 64].map(|half| u64::try_from(half).unwrap_or(0))
 }
 
+/// Which of `buckets` a well-mixed `spread` belongs to: a folded product with a seed nobody outside knows, then scaled to
+/// the table, so no division.
+pub(crate) fn bucket(spread: u64, seed: u64, buckets: u32) -> u32 {
+    let [low, high] = halves(u128::from(spread ^ seed) * u128::from(ODD));
+    let [_, scaled] = halves(u128::from(low ^ high) * u128::from(buckets));
+    u32::try_from(scaled).unwrap_or(0)
+}
+
 /// One block of a [`super::Prefix`]: make an array or boxed slice of `Block::EMPTY` as its storage.
 ///
 /// Example: [`Prefix`](super::Prefix).
@@ -189,10 +197,7 @@ impl<K: Key, B: AsRef<[Block<K>]> + AsMut<[Block<K>]>, R: AsRef<[Run<W>]> + AsMu
     }
 
     fn bucket_of(&self, name: K) -> u32 {
-        // A folded product with a seed nobody outside knows, then scaled to the table: no division.
-        let [low, high] = halves(u128::from(name.spread() ^ self.seed) * u128::from(ODD));
-        let [_, scaled] = halves(u128::from(low ^ high) * u128::from(self.buckets));
-        u32::try_from(scaled).unwrap_or(0)
+        bucket(name.spread(), self.seed, self.buckets)
     }
 
     /// Adds a block named `name` behind the last block of `run`; `has_room` was asked first.

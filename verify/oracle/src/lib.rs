@@ -12,3 +12,5 @@ pub mod extent;
 pub mod prefix;
 
 pub mod directory;
+
+pub mod index;

@@ -1,0 +1,3 @@
+//! The scheduler: which instances serve a request, from inputs only. It never sees a clock, a message or a byte of KV.
+
+pub mod index;
