@@ -2,3 +2,4 @@
 
 pub mod feed;
 pub mod index;
+pub mod replicate;
