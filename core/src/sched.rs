@@ -3,3 +3,4 @@
 pub mod feed;
 pub mod index;
 pub mod replicate;
+pub mod spread;
