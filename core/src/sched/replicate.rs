@@ -48,7 +48,7 @@ impl Default for Policy {
 
 /// Somewhere copies can be.
 ///
-/// Example: [`advise`].
+/// Example: `core/src/sched/replicate.rs` (`advise`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Place {
     /// Its number.
@@ -63,7 +63,7 @@ pub struct Place {
 
 /// A set of blocks that are used together.
 ///
-/// Example: [`advise`].
+/// Example: `core/src/sched/replicate.rs` (`advise`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockSet<const W: usize> {
     /// The caller's name for it; settles ties.
@@ -84,7 +84,7 @@ pub struct BlockSet<const W: usize> {
 
 /// What to do.
 ///
-/// Example: [`advise`].
+/// Example: `core/src/sched/replicate.rs` (`advise`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Advice {
