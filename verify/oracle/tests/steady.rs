@@ -45,13 +45,13 @@ fn look_ups_events_restarts_and_snapshots_allocate_nothing() {
         let holder = Holder(u16::try_from(number).unwrap());
         let chain = &names[step.wrapping_mul(31) % 4_000..][..24];
         let (life, last) = &mut lives[number];
-        if step % 97 == 0 {
+        if step.is_multiple_of(97) {
             (*life, *last) = (*life + 1, 0);
         }
         *last += 1;
         let change = if step.is_multiple_of(3) { Change::Removed(chain) } else { Change::Stored(chain) };
         index.on_event(&Event { holder, life: *life, number: *last, change });
-        if step % 89 == 0 && index.begin_snapshot(holder, *life, *last) == Outcome::Applied {
+        if step.is_multiple_of(89) && index.begin_snapshot(holder, *life, *last) == Outcome::Applied {
             index.on_snapshot(holder, *life, chain);
             index.end_snapshot(holder, *life);
         }
