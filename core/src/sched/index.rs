@@ -40,6 +40,8 @@ use table::{NONE, Table};
 
 /// Blocks that are swept with each event.
 const SWEEP_STEP: u32 = 64;
+/// Blocks that are looked up at once.
+const LOOK_UPS: usize = 8;
 
 /// What an index has room for. Memory: about 32 bytes a block with 8-byte names, `8 * W + 24` bytes a set.
 ///
@@ -305,8 +307,15 @@ impl<K: Key, const W: usize> Index<K, W> {
         }
         let (mut is_shared, mut seen) = (true, NONE);
         let end = u32::try_from(names.len()).unwrap_or(NONE);
-        for (len, &name) in (0..end).zip(names) {
-            let set = self.find(name).map_or(NONE, |(_, block)| block.set);
+        // Looked up a few at a time: the misses of one do not wait for what the one before it means.
+        let sets = names.chunks(LOOK_UPS).flat_map(|some| {
+            let mut sets = [NONE; LOOK_UPS];
+            for (set, &name) in sets.iter_mut().zip(some) {
+                *set = self.find(name).map_or(NONE, |(_, block)| block.set);
+            }
+            sets.into_iter().take(some.len())
+        });
+        for (len, set) in (0..end).zip(sets) {
             // Who had the block before and is still in has this one too.
             if set == seen && set != NONE {
                 continue;
