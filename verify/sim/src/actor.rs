@@ -206,10 +206,10 @@ impl Actor {
         } else {
             // The large place is rare, or little else would happen.
             let most = if self.random.one_in(4) { LENS.len() } else { LENS.len() - 1 };
-            for place in 0..most {
+            for (place, len) in LENS.into_iter().enumerate().take(most) {
                 if self.random.one_in(2) {
-                    self.fill(offset(place), LENS[place], value);
-                    let target = there.places.extent(offset(place), LENS[place]).expect("it is inside");
+                    self.fill(offset(place), len, value);
+                    let target = there.places.extent(offset(place), len).expect("it is inside");
                     let index = errand.batch.push_write_raw(&self.memory, offset(place), target);
                     errand.writes.push((index, place, value, there.shore.on_start(place, value)));
                 }
