@@ -31,3 +31,4 @@ mod own_runtime;
 mod rpc;
 mod runtime;
 mod session;
+mod tls;

@@ -223,6 +223,27 @@ async fn a_listener_that_is_no_node_costs_a_dialer_its_deadline<A: Runtime, B: R
     assert!(foreign && spoke.load(Ordering::SeqCst), "{:?}", outcome.err());
 }
 
+async fn a_node_is_found_at_any_of_its_addresses<A: Runtime, B: Runtime>(a: A, b: B) {
+    let mut port = Port::open(&b, Acceptor::new(keyed(2, b"k"), Limits::default())).await;
+    let mut elsewhere = Port::open(&b, Acceptor::new(keyed(3, b"k"), Limits::default())).await;
+    let silent = b.listen(loopback()).await.unwrap();
+    let closed = {
+        let listener = b.listen(loopback()).await.unwrap();
+        local_addr(&listener).unwrap()
+    };
+    // Nobody there, somebody who never answers, another node, no such name: the last one is right.
+    let (silent, right) = (local_addr(&silent).unwrap(), port.address);
+    let named = format!("{closed},{silent},{},no.such.host.invalid:1, localhost:{}", elsewhere.address, right.port());
+    let target = Target::parse(&named).unwrap().expecting([2; 16]);
+    let near = dial(&a, &target, Purpose::Control, &keyed(1, b"k"), soon(&a)).await.unwrap();
+    assert_eq!(near.peer.hello.identity, identity(2, 1));
+    assert_eq!(port.next().await.peer.hello.identity, identity(1, 1));
+    drop(elsewhere.next().await);
+    let wrong = Target::parse(&named).unwrap().expecting([9; 16]);
+    let outcome = dial(&a, &wrong, Purpose::Control, &keyed(1, b"k"), soon(&a)).await;
+    assert_eq!(field(outcome).map(|refusal| refusal.field), Some(Field::Node));
+}
+
 async fn nobody_listening_is_said_at_once<A: Runtime, B: Runtime>(a: A, b: B) {
     let listener = b.listen(loopback()).await.unwrap();
     let address = local_addr(&listener).unwrap();
@@ -243,4 +264,5 @@ on_pairs!(
     slow_strangers_lock_nobody_out,
     a_listener_that_is_no_node_costs_a_dialer_its_deadline,
     nobody_listening_is_said_at_once,
+    a_node_is_found_at_any_of_its_addresses,
 );
