@@ -235,16 +235,17 @@ impl Actor {
 
     /// One transfer from its start to its end. `false`: our own node ended.
     async fn transfer(&mut self, there: &There) -> Result<bool, String> {
-        let Errand { batch, writes, reads, announces, deadline } = self.errand(there);
+        let mut errand = self.errand(there);
+        let (batch, deadline) = (std::mem::take(&mut errand.batch), errand.deadline);
         let count = batch.len();
         let start = self.engine.runtime().now();
         let transfer = match self.engine.submit(batch) {
             Ok(transfer) => transfer,
             Err(refused) => {
-                for (_, place, _, before) in writes {
+                for (_, place, _, before) in errand.writes {
                     there.shore.on_untouched(place, before)?;
                 }
-                if announces.is_some() {
+                if errand.announces.is_some() {
                     there.shore.on_arrival(Some(false))?;
                 }
                 drop(refused.batch);
@@ -272,29 +273,7 @@ impl Actor {
             stage.note(now.as_nanos());
             stage.note(u64::from(report.retries()) << 8 | u64::from(report.is_done()));
         }
-        for (index, place, value, before) in writes {
-            self.fill(offset(place), LENS[place], POISON);
-            match far(&report, index)? {
-                None => there.shore.on_done(place, value)?,
-                Some(Far::Untouched) => there.shore.on_untouched(place, before)?,
-                Some(_) => there.shore.check(place)?,
-            }
-        }
-        let library = offset(LENS.len());
-        for (index, at, len) in reads {
-            if far(&report, index)?.is_none() {
-                let first = usize::try_from(at / 4).expect("small");
-                self.check_here(library + at, len, |index, word| word == book(first + index))?;
-            }
-            self.fill(library + at, len, POISON);
-        }
-        if let Some(index) = announces {
-            match far(&report, index)? {
-                None => there.shore.on_arrival(Some(true))?,
-                Some(Far::Untouched) => there.shore.on_arrival(Some(false))?,
-                Some(_) => there.shore.on_arrival(None)?,
-            }
-        }
+        self.settle(there, errand, &report)?;
         drop(report);
         if self.leased.lease_count() != 0 {
             return Err("memory of a transfer that ended did not come back".to_owned());
@@ -303,8 +282,37 @@ impl Actor {
         if self.random.one_in(2) {
             self.engine.runtime().sleep(self.random.span(Duration::from_millis(1))).await;
         }
-        self.check_here(0, library + LIBRARY_LEN, |_, word| word == POISON)?;
+        self.check_here(0, offset(LENS.len()) + LIBRARY_LEN, |_, word| word == POISON)?;
         Ok(true)
+    }
+
+    /// Takes the report at its word, there and here. Memory here is filled with something else from now on.
+    fn settle(&self, there: &There, errand: Errand, report: &Report) -> Result<(), String> {
+        let Errand { writes, reads, announces, .. } = errand;
+        for (index, place, value, before) in writes {
+            self.fill(offset(place), LENS[place], POISON);
+            match far(report, index)? {
+                None => there.shore.on_done(place, value)?,
+                Some(Far::Untouched) => there.shore.on_untouched(place, before)?,
+                Some(_) => there.shore.check(place)?,
+            }
+        }
+        let library = offset(LENS.len());
+        for (index, at, len) in reads {
+            if far(report, index)?.is_none() {
+                let first = usize::try_from(at / 4).expect("small");
+                self.check_here(library + at, len, |index, word| word == book(first + index))?;
+            }
+            self.fill(library + at, len, POISON);
+        }
+        if let Some(index) = announces {
+            match far(report, index)? {
+                None => there.shore.on_arrival(Some(true))?,
+                Some(Far::Untouched) => there.shore.on_arrival(Some(false))?,
+                Some(_) => there.shore.on_arrival(None)?,
+            }
+        }
+        Ok(())
     }
 
     /// The report, and when it was cancelled.
