@@ -1,5 +1,11 @@
-//! The scheduler: which instances serve a request, from inputs only. It never sees a clock, a message or a byte of KV.
+//! The scheduler: which prefill and which decode instance serve a request, what that costs in seconds, and whether to
+//! serve it at all.
+//!
+//! Everything here decides from its arguments: no clock, no I/O, no randomness but seeded generators. Tokens, bytes and
+//! nanoseconds are integers; fitted models are `f64` with + − × ÷ and `libm`, so the same inputs give the same decision bit
+//! for bit on every machine. The live router and the simulator ([`crate::sim`]) call the same code.
 
+pub mod cost;
 pub mod feed;
 pub mod index;
 pub mod replicate;
