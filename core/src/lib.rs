@@ -44,3 +44,6 @@ pub mod directory;
 
 #[cfg(feature = "alloc")]
 pub mod sched;
+
+#[cfg(feature = "alloc")]
+pub mod sim;
