@@ -5,8 +5,13 @@
 //! nanoseconds are integers; fitted models are `f64` with + − × ÷ and `libm`, so the same inputs give the same decision bit
 //! for bit on every machine. The live router and the simulator ([`crate::sim`]) call the same code.
 
+pub mod admission;
 pub mod cost;
 pub mod feed;
+pub mod forecast;
 pub mod index;
+pub mod placement;
+pub mod queue;
+pub mod record;
 pub mod replicate;
 pub mod spread;
