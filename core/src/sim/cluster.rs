@@ -1,0 +1,579 @@
+//! Prefill and decode nodes that work through a trace, event by event, in nanoseconds.
+//!
+//! A request is placed and admitted on arrival by the code of [`crate::sched`]; pulls its prefix, waits and is computed;
+//! its KV streams to its decode node while it is computed; there it joins the batch with the next step, is held, or is
+//! refused. The decode node sends the first token when the request joins (an answer of one token is sent by the prefill
+//! node), so time to first token has the wait for a step's end in it, and gaps between tokens are steps.
+//!
+//! Events of the same moment happen in the order in which they were foreseen, so a run depends on nothing but its inputs.
+
+use alloc::collections::BinaryHeap;
+use alloc::vec;
+use alloc::vec::Vec;
+use core::cmp::Reverse;
+
+use super::batch::{Batch, Joining};
+use super::memory::Memory;
+use super::network::Network;
+use super::outcome::{Fate, Load, Outcome, Served};
+use super::people::{People, Person};
+use super::pipeline::Pipeline;
+use super::random::Random;
+use super::setup::Setup;
+use super::trace::Trace;
+use crate::sched::admission::{Admission, Arrival, Ask, Door, Outlook, Shares, Verdict};
+use crate::sched::cost::{Band, Interval, Work};
+use crate::sched::forecast::{Occupancy, Resident};
+use crate::sched::placement::{Candidate, PrefillView, Prompt};
+use crate::sched::queue::{Line, Waiting, nanos};
+use crate::sched::record::{Log, Record};
+use crate::time::{Duration, Instant};
+
+/// Share of first tokens that the predicted interval is to cover.
+const COVERAGE: f64 = 0.9;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// A prompt is computed.
+    Prefilled(u32),
+    /// A prefill node can begin with the next.
+    Free(u32),
+    /// Transfers end, unless others began or ended since.
+    Transfers(u64),
+    /// A decode node's step ends.
+    Step(u32),
+    /// A prompt was held for as long as may be.
+    Expired(u32),
+}
+
+struct Run {
+    ask: Ask,
+    output: u32,
+    node: u32,
+    decode: u32,
+    work: Work,
+    predicted: Interval,
+    /// Whose prefill has to be over first: it computes part of the prefix.
+    after: Option<u32>,
+    loaded: bool,
+    computed: bool,
+    streamed: bool,
+    held: bool,
+    /// Whoever has a higher one goes first at the door, and is not passed there.
+    rank: u16,
+    prefilled: Instant,
+    /// When and with which step it joined its batch.
+    joined: Instant,
+    step: u64,
+}
+
+struct PrefillNode {
+    line: Line,
+    pipeline: Pipeline,
+}
+
+#[derive(Default)]
+struct DecodeNode {
+    batch: Batch,
+    /// How long the step that is being done takes.
+    step: Option<Duration>,
+    held: Vec<u32>,
+}
+
+pub(super) struct Cluster<'a> {
+    trace: &'a Trace,
+    setup: &'a Setup,
+    now: Instant,
+    events: BinaryHeap<Reverse<(Instant, u64, Event)>>,
+    foreseen: u64,
+    prefill: Vec<PrefillNode>,
+    decode: Vec<DecodeNode>,
+    memory: Memory,
+    network: Network,
+    transfers: u64,
+    occupancy: Occupancy,
+    admission: Admission,
+    shares: Shares,
+    band: Band,
+    log: Log,
+    record: Record,
+    people: People,
+    noise: Random,
+    requests: Vec<Run>,
+    /// Pulls that wait until another request is computed.
+    pulls: Vec<(u32, u32, u32, u64)>,
+    matched: Vec<u32>,
+    sampled: Instant,
+    out: Outcome,
+}
+
+impl<'a> Cluster<'a> {
+    pub(super) fn new(trace: &'a Trace, setup: &'a Setup) -> Self {
+        let line = || PrefillNode { line: Line::default(), pipeline: Pipeline::new(setup) };
+        let caches = if setup.pooled { 1 } else { setup.prefill };
+        let each = setup.cache_blocks.unwrap_or(u32::MAX);
+        let capacity =
+            if setup.pooled { each.saturating_mul(u32::try_from(setup.prefill).unwrap_or(u32::MAX)) } else { each };
+        let memory = Memory::new(caches, capacity, trace.distinct_blocks(), setup.evict);
+        let weights: Vec<f64> = setup.tenants.iter().map(|tenant| tenant.weight).collect();
+        let people = People::new(trace, setup);
+        let out = Outcome {
+            by_prefill: vec![0; setup.prefill],
+            by_decode: vec![0; setup.decode],
+            length_blind_bound: people.length_blind_bound(trace, setup),
+            tenants: vec![Default::default(); weights.len()],
+            ..Outcome::default()
+        };
+        Self {
+            trace,
+            setup,
+            now: Instant::ZERO,
+            events: BinaryHeap::new(),
+            foreseen: 0,
+            prefill: (0..setup.prefill).map(|_| line()).collect(),
+            decode: (0..setup.decode).map(|_| DecodeNode::default()).collect(),
+            memory: memory.lagging(setup.staleness, setup.event_loss, setup.seed),
+            network: Network::new(setup.prefill + setup.decode, setup.profile.link),
+            transfers: 0,
+            occupancy: Occupancy::new(setup.decode),
+            admission: Admission::new(setup.admission),
+            shares: Shares::new(&weights),
+            band: Band::new(COVERAGE),
+            log: Log::new(0),
+            record: Record::default(),
+            people,
+            noise: Random::new(setup.seed ^ 0x6e6f_6973_6500),
+            requests: Vec::with_capacity(trace.requests().len()),
+            pulls: Vec::new(),
+            matched: vec![0; setup.prefill],
+            sampled: Instant::ZERO,
+            out,
+        }
+    }
+
+    /// Works through the whole trace.
+    pub(super) fn run(mut self) -> Outcome {
+        let arrivals = self.trace.requests();
+        let mut next = 0;
+        loop {
+            let event = self.events.peek().map(|Reverse((at, ..))| *at);
+            match (arrivals.get(next), event) {
+                (Some(request), event) if event.is_none_or(|at| request.at < at) => {
+                    self.sample(request.at);
+                    self.now = request.at;
+                    self.on_arrival(u32::try_from(next).expect("requests are numbered with 32 bits"));
+                    next += 1;
+                }
+                (_, Some(_)) => {
+                    let Some(Reverse((at, _, event))) = self.events.pop() else { break };
+                    if next < arrivals.len() {
+                        self.sample(at);
+                    }
+                    self.now = at;
+                    self.on_event(event);
+                }
+                (_, None) => break,
+            }
+        }
+        self.out.decisions = self.log.hash();
+        self.out.ended = self.now;
+        self.out
+    }
+
+    fn on_event(&mut self, event: Event) {
+        match event {
+            Event::Prefilled(id) => self.on_prefilled(id),
+            Event::Free(node) => self.begin_prefill(node),
+            Event::Transfers(version) if version == self.transfers => self.on_transfers(),
+            Event::Transfers(_) => {}
+            Event::Step(node) => self.on_step(node),
+            Event::Expired(id) => self.on_expired(id),
+        }
+    }
+
+    fn foresee(&mut self, at: Instant, event: Event) {
+        self.events.push(Reverse((at, self.foreseen, event)));
+        self.foreseen += 1;
+    }
+
+    /// Samples loads up to `until`, as they have been since the last event.
+    fn sample(&mut self, until: Instant) {
+        while self.sampled <= until {
+            let waits = self.prefill.iter().map(|node| node.line.ahead(self.sampled, u64::MAX).wait.as_secs_f64());
+            let decode = &self.setup.profile.decode;
+            let steps =
+                self.decode.iter().map(|node| node.batch.view()).map(|view| decode.seconds(view.batch, view.context));
+            let prefill = waits.sum::<f64>() / self.setup.prefill as f64 / self.setup.slo.ttft.as_secs_f64();
+            let decode = steps.sum::<f64>() / self.setup.decode as f64 / self.setup.slo.tbt.as_secs_f64();
+            self.out.loads.push(Load { prefill, decode });
+            self.sampled = self.sampled + self.setup.sample;
+        }
+    }
+
+    fn on_arrival(&mut self, id: u32) {
+        let (trace, setup) = (self.trace, self.setup);
+        let request = &trace.requests()[id as usize];
+        let Person { hint, tenant, priority } = self.people.next(request.output_tokens);
+        let ask = Ask { id: u64::from(id), tokens: request.input_tokens, hint, slo: setup.slo, tenant, priority };
+        for (node, decode) in (0..).zip(&self.decode) {
+            self.occupancy.on_steps(node, decode.batch.steps());
+        }
+        self.record.begin(self.now, ask.id, Prompt { tokens: ask.tokens, turn: ask.id }, ask.id);
+        let rank = self.view_prefill(trace.blocks_of(request), ask.tokens);
+        let placed = self.record.place(&setup.placement, &setup.profile).expect("no simulated node is down");
+        let predicted = self.band.interval(placed.chosen.ttft.as_secs_f64());
+        let outlook = Outlook { ttft: predicted, occupancy: &self.occupancy, profile: &setup.profile };
+        let answer = self.admission.on_arrival(self.now, &ask, outlook, &self.shares);
+        self.record.answer = Some(answer);
+        self.log.push(&mut self.record);
+        let cost = setup.profile.prefill.seconds(placed.chosen.work()) + self.people.decode_cost(request.output_tokens);
+        self.shares.on_asked(self.now, tenant, cost);
+        if let Some(tenant) = self.out.tenants.get_mut(tenant as usize) {
+            tenant.asked += cost;
+        }
+        let row = Served {
+            at: self.now,
+            input: ask.tokens,
+            output: request.output_tokens,
+            tenant,
+            priority,
+            ..Served::default()
+        };
+        self.out.served.push(row);
+        let decode = answer.decode.unwrap_or(0);
+        self.requests.push(Run::new(ask, request.output_tokens, &placed.chosen, decode, predicted));
+        if answer.verdict == Verdict::Admit {
+            self.requests[id as usize].rank += u16::from(self.shares.favours(tenant));
+            self.shares.on_served(self.now, tenant, cost);
+            self.occupancy
+                .reserve(decode, Resident { id: ask.id, tokens: ask.tokens, hint, join: answer.join, joined: None });
+            self.dispatch(id, &placed.chosen, rank);
+        } else {
+            self.out.served[id as usize].fate = Fate::RejectedEarly;
+        }
+    }
+
+    /// Puts what is known of each prefill node into the record; the rank of the request in a line.
+    fn view_prefill(&mut self, blocks: &[u64], tokens: u32) -> u64 {
+        let profile = &self.setup.profile;
+        if self.setup.pooled {
+            let mut pool = [0];
+            self.memory.matches(self.now, blocks, &mut pool);
+            self.matched.fill(pool[0]);
+        } else {
+            self.memory.matches(self.now, blocks, &mut self.matched);
+        }
+        let best = self.matched.iter().copied().max().unwrap_or(0).min(tokens / profile.block_tokens);
+        let shortest = profile.prefill.seconds(Work::of_prompt(tokens, best * profile.block_tokens));
+        let order = self.setup.order.unwrap_or(self.setup.placement.policy.order());
+        let rank = order.rank(self.now, span(shortest));
+        for (instance, node) in (0..).zip(&self.prefill) {
+            let matched = self.matched[instance as usize];
+            let ready = self.memory.ready(self.cache_of(instance), blocks, matched).since(self.now);
+            let ahead = node.line.ahead(self.now, rank);
+            self.record.prefill.push(PrefillView {
+                down: false,
+                // What others still compute of its prefix has to be there first, whatever the ranks.
+                wait: if matched > 0 { ahead.wait.max(ready) } else { ahead.wait },
+                behind: ahead.behind,
+                matched,
+                ready,
+                sending: self.network.sending(instance),
+                receiving: self.network.receiving(instance),
+            });
+        }
+        rank
+    }
+
+    const fn cache_of(&self, instance: u32) -> u32 {
+        if self.setup.pooled { 0 } else { instance }
+    }
+
+    /// Sends an admitted request on its way.
+    fn dispatch(&mut self, id: u32, chosen: &Candidate, rank: u64) {
+        let (trace, block) = (self.trace, self.setup.profile.block_tokens);
+        let blocks = trace.blocks_of(&trace.requests()[id as usize]);
+        let cache = self.cache_of(chosen.instance);
+        let run = &mut self.requests[id as usize];
+        let whole = |matched: u32| matched.min(run.ask.tokens / block) * block;
+        let local = whole(self.memory.matched(cache, blocks));
+        // What the index believes may be gone: then less is pulled, and more computed.
+        let pulled =
+            chosen.source.map_or(0, |source| whole(self.memory.matched(source, blocks)).min(local + chosen.pulled));
+        let reused = local.max(pulled);
+        let believed = chosen.reused;
+        run.work = Work::of_prompt(run.ask.tokens, reused);
+        self.out.stale += u32::from(run.work.prefix < believed);
+        self.out.by_prefill[chosen.instance as usize] += 1;
+        self.out.by_decode[run.decode as usize] += 1;
+        run.after = self.memory.maker(cache, blocks, local / block);
+        let makes = chosen.source.and_then(|source| self.memory.maker(source, blocks, pulled / block));
+        let ready = self.now + chosen.ttft;
+        self.memory.admit(self.now, cache, blocks, id, ready);
+        self.prefill[chosen.instance as usize].line.push(Waiting { id: u64::from(id), rank, cost: chosen.prefill });
+        if let (Some(source), true) = (chosen.source, pulled > local) {
+            self.out.pulls += 1;
+            self.requests[id as usize].loaded = false;
+            let bytes = self.setup.profile.kv_len(pulled - local);
+            match makes {
+                Some(maker) => self.pulls.push((maker, id, source, bytes)),
+                None => self.pull(id, source, bytes),
+            }
+        }
+        self.begin_prefill(chosen.instance);
+    }
+
+    fn pull(&mut self, id: u32, source: u32, bytes: u64) {
+        let target = self.requests[id as usize].node;
+        self.network.start(self.now, 2 * u64::from(id), source, target, bytes);
+        self.foresee_transfers();
+    }
+
+    fn foresee_transfers(&mut self) {
+        self.transfers += 1;
+        if let Some(at) = self.network.next() {
+            self.foresee(at, Event::Transfers(self.transfers));
+        }
+    }
+
+    fn on_transfers(&mut self) {
+        while let Some(flow) = self.network.ended(self.now) {
+            let id = u32::try_from(flow / 2).expect("transfers are numbered by requests");
+            let run = &mut self.requests[id as usize];
+            let node = run.node;
+            if flow % 2 == 0 {
+                run.loaded = true;
+                self.begin_prefill(node);
+            } else {
+                run.streamed = true;
+                if run.computed {
+                    self.at_door(id);
+                }
+            }
+        }
+        self.foresee_transfers();
+    }
+
+    /// Begins the first prompt in the line that has all it needs, if the node is free.
+    fn begin_prefill(&mut self, node: u32) {
+        let Self { prefill, requests, now, .. } = self;
+        let instance = &mut prefill[node as usize];
+        if instance.pipeline.free_at() > *now {
+            return;
+        }
+        let computed = |id: u32| requests[id as usize].computed;
+        let may = |waiting: &Waiting| {
+            let run = &requests[usize::try_from(waiting.id).expect("requests index memory")];
+            run.loaded && run.after.is_none_or(computed)
+        };
+        let Some(Waiting { id, .. }) = instance.line.take(may) else { return };
+        let id = u32::try_from(id).expect("requests are numbered with 32 bits");
+        let (work, decode, streams) = {
+            let run = &requests[id as usize];
+            (run.work, run.decode, run.output > 1)
+        };
+        let noise = factor(&mut self.noise, self.setup.prefill_noise);
+        let instance = &mut self.prefill[node as usize];
+        let predicted = instance.pipeline.predict(self.now, work);
+        let done = instance.pipeline.begin(self.now, work, noise);
+        instance.line.on_busy(predicted);
+        let free = instance.pipeline.free_at();
+        let row = &mut self.out.served[id as usize];
+        (row.reused, row.prefill) = (work.prefix, self.setup.profile.prefill.seconds(work) * noise);
+        self.foresee(done, Event::Prefilled(id));
+        self.foresee(free, Event::Free(node));
+        if streams {
+            let target = u32::try_from(self.setup.prefill).unwrap_or(u32::MAX) + decode;
+            self.network.start(self.now, 2 * u64::from(id) + 1, node, target, self.setup.profile.kv_len(work.total()));
+            self.foresee_transfers();
+        }
+    }
+
+    fn on_prefilled(&mut self, id: u32) {
+        let trace = self.trace;
+        let run = &mut self.requests[id as usize];
+        (run.computed, run.prefilled, run.joined) = (true, self.now, self.now);
+        let (node, streamed, ends) = (run.node, run.streamed, run.output <= 1);
+        let cache = self.cache_of(node);
+        self.memory.unpin(self.now, cache, trace.blocks_of(&trace.requests()[id as usize]), id);
+        while let Some(place) = self.pulls.iter().position(|pull| pull.0 == id) {
+            let (_, id, source, bytes) = self.pulls.remove(place);
+            self.pull(id, source, bytes);
+        }
+        // Those whose prefix it computed may begin.
+        self.begin_prefill(node);
+        if ends {
+            self.requests[id as usize].measure(self.now, &mut self.out.served[id as usize], &mut self.band);
+            self.finish(id, Duration::ZERO);
+        } else if streamed {
+            self.at_door(id);
+        }
+    }
+
+    /// A prompt is at its decode node: it joins, waits or is refused. Whether it is there no more.
+    fn at_door(&mut self, id: u32) -> bool {
+        let run = &self.requests[id as usize];
+        let at =
+            Arrival { arrived: self.out.served[id as usize].at, prefilled: run.prefilled, tbt: self.setup.slo.tbt };
+        let node = &mut self.decode[run.decode as usize];
+        let (held, ask, decode) = (run.held, run.ask, run.decode);
+        let passes = node.held.first().is_some_and(|&first| self.requests[first as usize].rank > run.rank);
+        let until = match self.admission.at_door(&ask, at, node.batch.view(), &self.setup.profile) {
+            Door::Join if !passes => {
+                self.join(id);
+                return true;
+            }
+            Door::Refuse => {
+                self.refuse_late(id);
+                return true;
+            }
+            Door::Join => self.admission.patience(&ask, at),
+            Door::Hold(until) => until,
+        };
+        if !held {
+            let rank = run.rank;
+            self.requests[id as usize].held = true;
+            self.out.held += 1;
+            let requests = &self.requests;
+            let node = &mut self.decode[decode as usize];
+            let place = node.held.partition_point(|&other| requests[other as usize].rank >= rank);
+            node.held.insert(place, id);
+            if until != Instant::NEVER {
+                self.foresee(until, Event::Expired(id));
+            }
+        }
+        false
+    }
+
+    fn on_expired(&mut self, id: u32) {
+        let decode = self.requests[id as usize].decode;
+        let held = &mut self.decode[decode as usize].held;
+        if let Some(place) = held.iter().position(|&other| other == id) {
+            held.remove(place);
+            self.refuse_late(id);
+        }
+    }
+
+    fn refuse_late(&mut self, id: u32) {
+        let run = &self.requests[id as usize];
+        self.occupancy.on_left(run.decode, run.ask.id);
+        let row = &mut self.out.served[id as usize];
+        row.fate = Fate::RejectedLate;
+        self.out.wasted_prefill_s += row.prefill;
+    }
+
+    fn join(&mut self, id: u32) {
+        let run = &self.requests[id as usize];
+        let node = &mut self.decode[run.decode as usize];
+        node.batch.join(Joining { id, tokens: run.ask.tokens, output: run.output - 1 });
+        if node.step.is_none() {
+            let decode = run.decode;
+            self.begin_step(decode);
+        }
+    }
+
+    fn begin_step(&mut self, node: u32) {
+        let Self { decode, requests, occupancy, band, out, now, .. } = self;
+        let decode = &mut decode[node as usize];
+        let steps = decode.batch.steps();
+        let view = decode.batch.begin(|id, step| {
+            let run = &mut requests[id as usize];
+            (run.step, run.joined) = (step, *now);
+            run.measure(*now, &mut out.served[id as usize], band);
+            occupancy.on_steps(node, steps);
+            occupancy.on_joined(node, run.ask.id, *now);
+        });
+        decode.step = None;
+        if view.batch > 0 {
+            let noise = factor(&mut self.noise, self.setup.decode_noise);
+            let took = span(self.setup.profile.decode.seconds(view.batch, view.context) * noise);
+            decode.step = Some(took);
+            self.foresee(self.now + took, Event::Step(node));
+        }
+    }
+
+    fn on_step(&mut self, node: u32) {
+        let decode = &mut self.decode[node as usize];
+        let Some(took) = decode.step else { return };
+        decode.batch.end(took);
+        while let Some(id) = self.decode[node as usize].batch.ended() {
+            let run = &self.requests[id as usize];
+            let batch = &mut self.decode[node as usize].batch;
+            let tbt = batch.tbt(run.step, None);
+            batch.on_left(run.ask.tokens, run.output - 1);
+            self.finish(id, tbt);
+        }
+        // Whoever was held may join; one with little context passes one with much that still does not fit.
+        let mut place = 0;
+        while let Some(&id) = self.decode[node as usize].held.get(place) {
+            if self.at_door(id) {
+                self.decode[node as usize].held.remove(place);
+            } else {
+                place += 1;
+            }
+        }
+        self.begin_step(node);
+    }
+
+    fn finish(&mut self, id: u32, tbt: Duration) {
+        let run = &self.requests[id as usize];
+        let row = &mut self.out.served[id as usize];
+        (row.ttft, row.tbt) = (run.joined.since(row.at), tbt);
+        let effective = row.ttft <= run.ask.slo.ttft && tbt <= run.ask.slo.tbt;
+        row.fate = if effective { Fate::Effective } else { Fate::Missed };
+        self.occupancy.on_left(run.decode, run.ask.id);
+        let lasted = if run.output > 1 { self.now.since(run.joined) } else { Duration::ZERO };
+        self.admission.on_ended(self.now, run.output, run.ask.hint, lasted);
+        if effective {
+            self.out.goodput_tokens += u64::from(run.output);
+            let cost = self.setup.profile.prefill.seconds(run.work) + self.people.decode_cost(run.output);
+            if let Some(tenant) = self.out.tenants.get_mut(run.ask.tenant as usize) {
+                tenant.served += cost;
+            }
+        }
+    }
+}
+
+impl Run {
+    /// Its first token is out.
+    fn measure(&self, now: Instant, row: &mut Served, band: &mut Band) {
+        let seconds = now.since(row.at).as_secs_f64();
+        row.covered = Some(self.predicted.covers(seconds));
+        band.on_measured(self.predicted.expected, seconds);
+    }
+
+    fn new(ask: Ask, output: u32, chosen: &Candidate, decode: u32, predicted: Interval) -> Self {
+        Self {
+            ask,
+            output,
+            node: chosen.instance,
+            decode,
+            work: chosen.work(),
+            predicted,
+            after: None,
+            loaded: true,
+            computed: false,
+            streamed: output <= 1,
+            held: false,
+            rank: u16::from(ask.priority) * 2,
+            prefilled: Instant::ZERO,
+            joined: Instant::ZERO,
+            step: 0,
+        }
+    }
+}
+
+/// A factor around 1 with that standard deviation, at least a fifth.
+pub(super) fn factor(random: &mut Random, deviation: f64) -> f64 {
+    if deviation > 0.0 { (1.0 + deviation * normal(random)).max(0.2) } else { 1.0 }
+}
+
+/// A standard normal number (Box and Muller).
+pub(super) fn normal(random: &mut Random) -> f64 {
+    let radius = libm::sqrt(2.0 * random.exponential());
+    radius * libm::cos(2.0 * core::f64::consts::PI * random.unit())
+}
+
+pub(super) fn span(seconds: f64) -> Duration {
+    Duration::from_nanos(nanos(seconds * 1e9))
+}
