@@ -4,6 +4,7 @@
 //! same code that serves. No clock and no I/O here either: the same inputs and seed give the same results, bit for bit.
 
 mod batch;
+pub mod cache;
 mod cluster;
 mod coupled;
 mod memory;

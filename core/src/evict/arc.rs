@@ -39,7 +39,8 @@ impl<S: AsRef<[Entry]> + AsMut<[Entry]>, G: AsRef<[Ghost]> + AsMut<[Ghost]>> Arc
     /// By how much one ghost hit of `len` bytes moves the target: more when the other ghosts outweigh `own`.
     fn step(&self, own: u8, len: u64) -> u64 {
         let (own_len, other_len) = (self.ghosts.len(own) + len, self.ghosts.len(1 - own));
-        len.saturating_mul((other_len / own_len.max(1)).max(1))
+        let scaled = u128::from(len) * u128::from(other_len) / u128::from(own_len.max(1));
+        u64::try_from(scaled).unwrap_or(u64::MAX).max(len)
     }
 
     /// Forgets ghosts until recent ones (resident or not) fit the capacity and all together fit twice of it.

@@ -79,8 +79,10 @@ impl<S: AsRef<[Entry]> + AsMut<[Entry]>, G: AsRef<[Ghost]> + AsMut<[Ghost]>> Pol
     fn on_removed(&mut self, _now: Instant, slot: u32) {
         if let Gone::Evicted { queue: SMALL, object } = self.queues.remove(slot) {
             self.ghosts.insert(0, object, 0);
-            // As many bytes are remembered as are resident.
-            while self.ghosts.len(0) > self.queues.total_len() && self.ghosts.forget_oldest(0) {}
+            // As many bytes are remembered as the main queue's share.
+            let resident_len = self.queues.total_len();
+            let remembered_len_max = resident_len - resident_len / SMALL_DIVISOR;
+            while self.ghosts.len(0) > remembered_len_max && self.ghosts.forget_oldest(0) {}
         }
     }
 
