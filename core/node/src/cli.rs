@@ -8,6 +8,8 @@ mod cluster;
 mod doctor;
 mod explain;
 mod failure;
+mod progress;
+mod replay;
 mod serve;
 mod status;
 mod store;
@@ -75,6 +77,8 @@ enum Brief {
     Doctor(doctor::Args),
     /// Measure what this machine moves, between processes that are started for it.
     Bench(bench::Args),
+    /// Replay a trace of requests and say what a cache would find.
+    Replay(replay::Args),
 }
 
 /// What a binary says and ends with if the system gives it no runtime.
@@ -137,6 +141,7 @@ async fn run_brief<R: Runtime>(runtime: &R, command: Brief, output: &mut Output<
         Brief::Explain(args) => explain::run(runtime, args, output).await,
         Brief::Doctor(args) => doctor::run(runtime, args, output).await,
         Brief::Bench(args) => Ok(bench::run(runtime, args, output).await?),
+        Brief::Replay(args) => replay::run(args, output).await,
     }
 }
 
