@@ -1,10 +1,11 @@
-//! `millpond replay`: what a trace finds in a cache, by policy and capacity.
+//! `millpond replay`: what a trace finds in a cluster, by placement and admission, or in a single cache, by policy and capacity.
 //!
 //! Reads a trace, has `core::sim` replay it, and writes the figures: tables or JSON lines to standard output, a page with
 //! plots to a file. It decides nothing itself.
 
 mod cache_only;
 mod chart;
+mod cluster;
 mod file;
 mod report;
 #[cfg(test)]
@@ -13,8 +14,12 @@ mod tests;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 
+use millpond_core::evict::Kind;
+use millpond_core::sched::{admission, placement};
 use millpond_core::sim::cache::Eviction;
 use millpond_core::sim::trace::{BLOCK_TOKENS, Trace};
+use millpond_core::sim::{Baseline, Setup};
+use millpond_core::time::Duration;
 
 use super::failure::Failure;
 use super::store_cmds::{Exit, Format, Output};
@@ -27,16 +32,56 @@ pub(super) struct Args {
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
     /// One cache, without time: what would be found in it?
-    #[arg(long, required = true)]
+    #[arg(long)]
     cache_only: bool,
-    /// Blocks that the cache holds; `inf` for all that there are.
+    /// Which prefill node serves a request: random, round_robin, least_loaded, local_prefix, mooncake_fast25, mooncake_arxiv,
+    /// millpond.
+    #[arg(
+        long,
+        value_name = "POLICY",
+        value_delimiter = ',',
+        default_value = "millpond",
+        conflicts_with = "cache_only"
+    )]
+    policy: Vec<placement::Policy>,
+    /// Whether it is served: none, late, early, early_uniform, millpond.
+    #[arg(
+        long,
+        value_name = "POLICY",
+        value_delimiter = ',',
+        default_value = "millpond",
+        conflicts_with = "cache_only"
+    )]
+    admission: Vec<admission::Policy>,
+    /// Prefill nodes.
+    #[arg(long, value_name = "N", default_value_t = 8, conflicts_with = "cache_only")]
+    prefill: usize,
+    /// Decode nodes.
+    #[arg(long, value_name = "M", default_value_t = 8, conflicts_with = "cache_only")]
+    decode: usize,
+    /// Instances that do both, instead of prefill and decode nodes.
+    #[arg(long, value_name = "M", conflicts_with_all = ["cache_only", "prefill", "decode"])]
+    coupled: Option<usize>,
+    /// What coupled instances do beside running prompts whole.
+    #[arg(long, value_enum, default_value_t = Beside::Nothing, requires = "coupled")]
+    baseline: Beside,
+    /// The pace, times the trace's.
+    #[arg(long, value_name = "X", value_delimiter = ',', default_value = "1.0", value_parser = speed)]
+    #[arg(conflicts_with = "cache_only")]
+    speed: Vec<f64>,
+    /// Replays with seeds 1 to this.
+    #[arg(long, value_name = "K", default_value_t = 1, conflicts_with = "cache_only")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=1000))]
+    seeds: u64,
+    /// Arrivals are moved later by less than this, in milliseconds, by the seed: the clock of the published traces ticks every 3 s.
+    #[arg(long, value_name = "MS", default_value_t = 3000, conflicts_with = "cache_only")]
+    jitter: u32,
+    /// Blocks that the cache holds, or that of each node; `inf` for all that there are.
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = capacity)]
-    #[arg(default_value = "1000,3000,5000,10000,20000,30000,50000,100000,inf")]
     cache_blocks: Vec<Capacity>,
-    /// What goes when it is full: lru, fifo, lfu, sieve, s3-fifo, arc, rhg-s (learns who comes back), or optimum (knows the
-    /// future).
+    /// What goes when it is full: lru, fifo, lfu, sieve, s3-fifo, arc; with --cache-only also rhg-s (learns who comes back) and
+    /// optimum (knows the future).
     #[arg(long, value_name = "POLICY", value_delimiter = ',')]
-    #[arg(default_values_t = Eviction::ALL.map(Named), hide_default_value = true)]
     evict: Vec<Named>,
     /// Write a page with plots, for a browser, here.
     #[arg(long, value_name = "FILE.html")]
@@ -52,6 +97,25 @@ fn capacity(text: &str) -> Result<Capacity, String> {
         Err(_) if text == "inf" => Ok(None),
         Err(_) => Err(format!("{text:?} is no number of blocks from 1 to {}, nor inf", u32::MAX)),
     }
+}
+
+/// Blocks of the tables in the reference.
+const CAPACITIES: [u32; 8] = [1_000, 3_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000];
+
+fn speed(text: &str) -> Result<f64, String> {
+    let speed = text.parse().ok().filter(|speed: &f64| speed.is_finite() && *speed > 0.0);
+    speed.ok_or_else(|| format!("{text:?} is no number above 0"))
+}
+
+/// What a coupled instance does beside running prompts whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Beside {
+    /// Nothing.
+    Nothing,
+    /// It keeps the blocks of prompts and reuses them.
+    PrefixCaching,
+    /// It runs a chunk of a prompt along with each decode step.
+    ChunkedPrefill,
 }
 
 /// A policy by its name.
@@ -78,15 +142,70 @@ pub(super) async fn run(args: Args, output: &mut Output<'_>) -> Result<Exit, Fai
     if output.format == Format::Text {
         output.line(&format!("{facts}\n"), serde_json::Value::Null)?;
     }
-    debug_assert!(args.cache_only, "the only way so far");
-    let table = cache_only::run(&trace, &args.evict, &args.cache_blocks).await?;
-    table.write(output)?;
+    let sections = if args.cache_only {
+        let table = cache_only::run(&trace, &args.evictions(), &args.capacities()).await?;
+        table.write(output)?;
+        vec![table.section()]
+    } else {
+        let runs = cluster::run(&trace, &args.plan()?).await?;
+        runs.write(output)?;
+        runs.sections()
+    };
     if let Some(path) = args.report {
-        let page = report::page(&facts, &[table.section()]);
+        let page = report::page(&facts, &sections);
         std::fs::write(&path, page).map_err(Failure::system(path.display().to_string()))?;
         eprintln!("written: {}", path.display());
     }
     Ok(Exit::Done)
+}
+
+impl Args {
+    fn capacities(&self) -> Vec<Capacity> {
+        let listed = || CAPACITIES.into_iter().map(NonZeroU32::new).chain([None]).collect();
+        if self.cache_blocks.is_empty() { listed() } else { self.cache_blocks.clone() }
+    }
+
+    fn evictions(&self) -> Vec<Named> {
+        if self.evict.is_empty() { Eviction::ALL.map(Named).into() } else { self.evict.clone() }
+    }
+
+    fn plan(&self) -> Result<cluster::Plan, Failure> {
+        let mut setup = Setup::default();
+        (setup.prefill, setup.decode) = (self.prefill, self.decode);
+        if let Some(coupled) = self.coupled {
+            (setup.prefill, setup.decode, setup.coupled) = (0, 0, coupled);
+        }
+        setup.baseline = match self.baseline {
+            Beside::Nothing => Baseline::Plain,
+            Beside::PrefixCaching => Baseline::PrefixCaching,
+            Beside::ChunkedPrefill => Baseline::ChunkedPrefill,
+        };
+        let several =
+            |what: &str| Failure::Usage(format!("a cluster has one {what}; only --cache-only compares several"));
+        match self.cache_blocks[..] {
+            [] => {}
+            [blocks] => setup.cache_blocks = blocks.map(u32::from),
+            _ => return Err(several("--cache-blocks")),
+        }
+        match self.evict[..] {
+            [] => {}
+            [Named(Eviction::Kind(kind))] => setup.evict = kind,
+            [Named(policy)] => {
+                let known = Kind::ALL.map(Kind::name).join(", ");
+                let text = format!("{} sees whole traces, a cluster's caches cannot; one of {known}", policy.name());
+                return Err(Failure::Usage(text));
+            }
+            _ => return Err(several("--evict")),
+        }
+        Ok(cluster::Plan {
+            placements: self.policy.clone(),
+            admissions: self.admission.clone(),
+            speeds: self.speed.clone(),
+            seeds: self.seeds,
+            jitter: Duration::from_millis(self.jitter.into()),
+            setup,
+        })
+    }
 }
 
 /// What a trace is made of.
