@@ -189,6 +189,22 @@ fn public_types(file: &str, text: &str) -> Vec<Documented> {
     found
 }
 
+/// The public functions and methods of a file that have an example.
+fn shown_functions(text: &str) -> Vec<String> {
+    let (mut has_example, mut found) = (false, Vec::new());
+    for line in text.lines().map(str::trim_start) {
+        let signature = line.strip_prefix("pub fn ").or_else(|| line.strip_prefix("pub const fn "));
+        match signature {
+            Some(rest) if has_example => {
+                found.extend(rest.split(|c: char| !c.is_alphanumeric() && c != '_').next().map(str::to_owned));
+            }
+            _ => {}
+        }
+        has_example = line.starts_with("/// ```") || has_example && (line.starts_with("///") || line.starts_with("#["));
+    }
+    found
+}
+
 /// Whether a type is shown in use: by an example of its own, or by one that it names, which has to exist. `shown` are the
 /// names with an example of their own.
 fn is_shown(item: &Documented, shown: &[String], read: impl Fn(&str) -> Option<String>) -> bool {
@@ -203,7 +219,8 @@ fn is_shown(item: &Documented, shown: &[String], read: impl Fn(&str) -> Option<S
             let has = |text: &str| text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|other| other == wanted);
             read(path).is_some_and(|text| has(&text))
         }
-        [name, ..] => shown.iter().any(|other| other == name),
+        // Of a method, the last part.
+        [name, ..] => shown.iter().any(|other| name.rsplit("::").next() == Some(other)),
         [] => false,
     }
 }
@@ -220,7 +237,7 @@ fn every_public_type_is_shown_in_use() {
         .filter(|item| item.doc.iter().any(|line| line.starts_with("```")))
         .map(|item| item.name.clone())
         .collect();
-    shown.push("pieces".to_owned());
+    shown.extend(files.iter().flat_map(|(_, text)| shown_functions(text)));
     let read = |path: &str| fs::read_to_string(root().join(path)).ok();
     let hidden: Vec<String> = items
         .iter()

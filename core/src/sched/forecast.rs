@@ -234,9 +234,14 @@ impl Occupancy {
     }
 
     /// An instance goes away, with all its requests, or comes back.
-    pub fn on_state(&mut self, instance: u32, down: State) {
+    ///
+    /// ```
+    /// use millpond_core::sched::forecast::{Occupancy, State};
+    /// Occupancy::new(2).on_state(1, State::Down);
+    /// ```
+    pub fn on_state(&mut self, instance: u32, state: State) {
         let instance = &mut self.instances[instance as usize];
-        *instance = Instance { down: down == State::Down, ..Instance::default() };
+        *instance = Instance { down: state == State::Down, ..Instance::default() };
     }
 
     /// How many instances there are.

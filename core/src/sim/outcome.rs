@@ -71,7 +71,7 @@ pub struct Load {
 
 /// What a tenant asked for and got, in seconds of instances.
 ///
-/// Example: [`Outcome::tenants`].
+/// Example: [`Outcome`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TenantUse {
     /// Asked for.
