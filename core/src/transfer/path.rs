@@ -27,6 +27,9 @@ pub const REDIAL_MAX: Duration = Duration::from_millis(500);
 pub enum Dialling {
     /// We do, when there is work for it.
     Ours,
+    /// We do, when there is work for its transport, also while other paths of it work: it is another way there, over another
+    /// NIC or to another address.
+    OursBeside,
     /// We do, when the other paths of its transport are busy.
     OursWhenBusy,
     /// The peer does.

@@ -244,6 +244,7 @@ impl Peer {
                 continue;
             }
             let found = self.best_of_rank(now, of_rank, wanted, seen);
+            self.want_beside(now, of_rank);
             if let Found::None = found {
                 self.want_first(now, of_rank);
                 continue;
@@ -338,6 +339,15 @@ impl Peer {
         };
         if let Some(path) = is_down(Dialling::Ours).or_else(|| is_down(Dialling::OursWhenBusy)) {
             self.want(now, path);
+        }
+    }
+
+    /// Other ways there are dialled whatever works.
+    fn want_beside(&mut self, now: Instant, mask: u16) {
+        for path in bits(mask) {
+            if let Some((Dialling::OursBeside, State::Down { .. })) = self.dialling(path) {
+                self.want(now, path);
+            }
         }
     }
 

@@ -584,6 +584,37 @@ fn another_path_is_dialled_when_those_of_its_transport_are_busy() {
 }
 
 #[test]
+fn another_way_to_a_peer_is_dialled_also_while_the_first_works_and_again_after_it_was_lost() {
+    let beside = PathSpec { dialling: Dialling::OursBeside, ..PathSpec::new(TCP, 0) };
+    let mut rig = Rig::new(&[beside]);
+    for index in [1, 2] {
+        rig.scheduler.declare(rig.peer, path(index), beside).unwrap();
+    }
+    let dialled = |rig: &mut Rig| -> Vec<usize> {
+        let actions = rig.actions();
+        let paths = actions.iter().filter_map(|action| match action {
+            Action::Dial { path, .. } => Some(path.index()),
+            _ => None,
+        });
+        paths.collect()
+    };
+    rig.submit(rig.spec(10));
+    assert_eq!(dialled(&mut rig), [1, 2]);
+    // One that fails does not hold up the other, and is tried again in its own time.
+    rig.scheduler.on_dial_failed(rig.now, rig.peer, path(1));
+    rig.scheduler.on_open(rig.now, rig.peer, path(2));
+    rig.submit(rig.spec(10));
+    assert_eq!(dialled(&mut rig), []);
+    rig.now = rig.now + REDIAL_MIN;
+    rig.submit(rig.spec(10));
+    assert_eq!(dialled(&mut rig), [1]);
+    rig.scheduler.on_open(rig.now, rig.peer, path(1));
+    rig.scheduler.on_down(rig.peer, path(0), 1);
+    rig.submit(rig.spec(10));
+    assert_eq!(dialled(&mut rig), [0]);
+}
+
+#[test]
 fn a_shut_down_scheduler_ends_everything_and_is_empty() {
     let mut rig = Rig::new(&[PathSpec::new(TCP, 0)]);
     rig.submit(rig.spec(40 * MB));
