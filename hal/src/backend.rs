@@ -4,9 +4,6 @@
 pub mod cuda;
 pub mod file;
 pub mod host;
-// The state machine is tested over a NIC of our own; without the feature nothing else uses it.
-#[cfg(any(test, feature = "rdma"))]
-#[cfg_attr(not(feature = "rdma"), allow(unreachable_pub))]
 pub mod rdma;
 #[cfg(feature = "rdma")]
 pub mod rdma_verbs;
@@ -14,6 +11,20 @@ pub mod shm;
 pub mod sim;
 mod tally;
 pub mod tcp;
+
+/// Opens port 1 of the RDMA device of that name.
+///
+/// # Errors
+/// It cannot be used, or this build has no way to it: the feature `rdma` brings libibverbs.
+pub fn open_nic(name: &str, options: rdma::RdmaOptions) -> Result<rdma::Nic, rdma::NicError> {
+    #[cfg(feature = "rdma")]
+    return rdma::Nic::new(Box::new(rdma_verbs::Ibverbs::open(Some(name), 1)?), options);
+    #[cfg(not(feature = "rdma"))]
+    {
+        let _ = (name, options);
+        Err(rdma::NicError::NoDevice { reason: "this program was built without the feature `rdma`" })
+    }
+}
 
 #[cfg(test)]
 mod conforms;

@@ -64,7 +64,7 @@ use shared::{Dropped, Shared};
 use table::{LinkEntry, Tables, TicketState};
 
 /// Devices of one fabric at most.
-pub const DEVICES_MAX: usize = 8;
+pub const DEVICES_MAX: usize = 16;
 /// How long a link may make no progress while batches are in flight on it, unless told otherwise.
 pub const PROGRESS_DEADLINE: Duration = Duration::from_secs(5);
 

@@ -12,7 +12,7 @@
 //! deregistered when it ends; local memory is registered in chunks at first use and kept. A closed grant that a peer still
 //! writes to breaks that peer's queue pair, which is made anew within the link; what came behind it is posted again.
 //!
-//! The feature `rdma` of this crate brings `rdma_verbs`, which opens libibverbs at run time; building it needs cmake and
+//! The feature `fake-nic` brings `fake`, a NIC in memory, for tests of what stands on this crate. The feature `rdma` brings `rdma_verbs`, which opens libibverbs at run time; building it needs cmake and
 //! libclang. Everything else here is built and tested without.
 //!
 //! Invariants: each posted batch is finished exactly once, since the device ends its own list of batches and relies on no
@@ -23,8 +23,10 @@
 pub(crate) mod control;
 pub(crate) mod cut;
 pub mod endpoint;
-#[cfg(test)]
-pub(crate) mod fake;
+// Only a part of it is for tests of what stands on hal.
+#[cfg(any(test, feature = "fake-nic"))]
+#[cfg_attr(not(test), allow(dead_code))]
+pub mod fake;
 pub mod gid;
 mod job;
 mod link;

@@ -4,9 +4,12 @@
 //! silent; a key works in its domain, for its range and reach; a refused request breaks its queue pair and its peer's, and
 //! flushes the rest; send queues and completion queues have the depth that was asked for. What real NICs leave open, such as
 //! timing and packets, it does not show.
+//!
+//! Tests of other crates (feature `fake-nic`) make NICs, take them up and down, break their queue pairs, and have them lie.
 #![allow(unsafe_code)]
 
 use core::ptr::NonNull;
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -51,6 +54,15 @@ struct Pair {
     depths: Depths,
     posted: u64,
     reclaimed: u64,
+    manners: Arc<Manners>,
+}
+
+/// How a NIC treats the bytes it is given, and how many it was.
+#[derive(Debug, Default)]
+struct Manners {
+    /// Writes and reads are reported done, and nothing is moved.
+    lies: AtomicBool,
+    moved: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -68,6 +80,12 @@ struct Memory {
 struct Queue {
     waiting: VecDeque<(Completion, Option<(u32, u64)>)>,
     entries: usize,
+    /// Of the NIC, once somebody asked to be woken.
+    wake: Option<Arc<OwnedFd>>,
+}
+
+fn wake(fd: &OwnedFd) {
+    rustix::io::write(fd, &1u64.to_ne_bytes()).expect("a counter that is read before it is full");
 }
 
 #[derive(Debug, Default)]
@@ -78,9 +96,16 @@ struct World {
     memory: BTreeMap<u32, Memory>,
 }
 
-/// Nics on one wire.
+/// What joins NICs.
+///
+/// ```
+/// use millpond_hal::backend::rdma::fake::{FakeNic, Wire};
+/// use millpond_hal::backend::rdma::{Nic, RdmaOptions};
+/// let nic = FakeNic::named(&Wire::default(), "mlx5_0");
+/// assert_eq!(Nic::new(Box::new(nic), RdmaOptions::default()).unwrap().name(), "mlx5_0");
+/// ```
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Wire(Arc<Mutex<World>>);
+pub struct Wire(Arc<Mutex<World>>);
 
 /// What a test may change.
 #[derive(Debug)]
@@ -98,11 +123,15 @@ pub(crate) struct Knobs {
     pub(crate) fails_next: Option<Status>,
 }
 
-/// One NIC.
+/// One NIC, by its verbs. Clones are the same one.
+///
+/// Example: [`Wire`].
 #[derive(Clone, Debug)]
-pub(crate) struct FakeNic {
+pub struct FakeNic {
+    name: String,
     wire: Wire,
     knobs: Arc<Mutex<Knobs>>,
+    manners: Arc<Manners>,
     wake: Arc<OwnedFd>,
 }
 
@@ -113,6 +142,44 @@ pub(crate) fn gid(last: u8) -> GidEntry {
 }
 
 impl FakeNic {
+    /// A NIC on that wire, up.
+    ///
+    /// # Panics
+    /// The process is out of descriptors.
+    #[must_use]
+    pub fn named(wire: &Wire, name: &str) -> Self {
+        Self { name: name.to_owned(), ..Self::new(wire) }
+    }
+
+    /// Takes its port up or down, as a cable does: with an event, and every queue pair of the wire that used it at its end.
+    pub fn set_up(&self, is_up: bool) {
+        let mut knobs = self.knobs();
+        knobs.port.is_active = is_up;
+        knobs.events.push_back(if is_up { NicEvent::PortUp } else { NicEvent::PortDown });
+        drop(knobs);
+        wake(&self.wake);
+    }
+
+    /// Has every queue pair of this NIC fail, as somebody else's mistake or an operator would.
+    pub fn break_queue_pairs(&self) {
+        let mut world = self.world();
+        let own = |pair: &&mut Pair| Arc::ptr_eq(&pair.manners, &self.manners);
+        world.pairs.values_mut().filter(own).for_each(|pair| pair.is_error = true);
+        drop(world);
+        wake(&self.wake);
+    }
+
+    /// Has it report success for writes and reads, and move nothing.
+    pub fn set_lying(&self, lies: bool) {
+        self.manners.lies.store(lies, Ordering::Relaxed);
+    }
+
+    /// Bytes of writes and reads that it reported done, whether or not it moved them.
+    #[must_use]
+    pub fn bytes_done(&self) -> u64 {
+        self.manners.moved.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn new(wire: &Wire) -> Self {
         let limits = NicLimits {
             registration_len_max: 1 << 40,
@@ -136,7 +203,8 @@ impl FakeNic {
             fails_next: None,
         };
         let wake = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
-        Self { wire: wire.clone(), knobs: Arc::new(Mutex::new(knobs)), wake: Arc::new(wake) }
+        let (knobs, manners) = (Arc::new(Mutex::new(knobs)), Arc::default());
+        Self { name: "fake0".to_owned(), wire: wire.clone(), knobs, manners, wake: Arc::new(wake) }
     }
 
     pub(crate) fn knobs(&self) -> MutexGuard<'_, Knobs> {
@@ -176,6 +244,7 @@ impl World {
         let queue = self.queues.get_mut(&cq).expect("a queue pair's completion queue exists");
         assert!(queue.waiting.len() < queue.entries, "the completion queue is overrun");
         queue.waiting.push_back((completion, reclaims));
+        queue.wake.take().into_iter().for_each(|fd| wake(&fd));
     }
 
     fn local(&self, domain: usize, request: &SendRequest) -> Option<usize> {
@@ -240,6 +309,14 @@ impl World {
             self.local(domain, request).ok_or(Status::Other(4))?
         };
         let len = request.len as usize;
+        let manners = Arc::clone(&self.pairs[&number].manners);
+        let is_data = matches!(request.operation, Operation::Write | Operation::Read);
+        if is_data {
+            manners.moved.fetch_add(request.len.into(), Ordering::Relaxed);
+        }
+        if is_data && manners.lies.load(Ordering::Relaxed) {
+            return Ok(true);
+        }
         match request.operation {
             Operation::Send => {
                 let into = receive.expect("looked at above");
@@ -284,7 +361,7 @@ impl Memory {
 // pair is out of the tables, and everything happens under one lock. Inline bytes are copied in `post_send`.
 unsafe impl Verbs for FakeNic {
     fn name(&self) -> &str {
-        "fake0"
+        &self.name
     }
 
     fn limits(&self) -> NicLimits {
@@ -359,7 +436,7 @@ unsafe impl Verbs for FakeNic {
     fn create_completions(&self, entries: u32) -> Result<Completions, VerbsError> {
         let mut world = self.world();
         let name = world.name();
-        world.queues.insert(name, Queue { waiting: VecDeque::new(), entries: entries as usize });
+        world.queues.insert(name, Queue { waiting: VecDeque::new(), entries: entries as usize, wake: None });
         Ok(Completions(name))
     }
 
@@ -403,8 +480,17 @@ unsafe impl Verbs for FakeNic {
         Ok(more)
     }
 
-    fn notify(&self, _completions: Completions) -> Result<(), VerbsError> {
-        self.knobs().counts.notifications += 1;
+    fn notify(&self, completions: Completions) -> Result<(), VerbsError> {
+        let mut knobs = self.knobs();
+        knobs.counts.notifications += 1;
+        let mut world = self.world();
+        // Requests are done when somebody polls: where some wait, somebody has to.
+        let waits = |pair: &Pair| pair.cq == completions.0 && !pair.sends.is_empty();
+        if !knobs.is_frozen && world.pairs.values().any(waits) {
+            wake(&self.wake);
+        } else if let Some(queue) = world.queues.get_mut(&completions.0) {
+            queue.wake = Some(Arc::clone(&self.wake));
+        }
         Ok(())
     }
 
@@ -426,6 +512,7 @@ unsafe impl Verbs for FakeNic {
             depths,
             posted: 0,
             reclaimed: 0,
+            manners: Arc::clone(&self.manners),
         };
         world.pairs.insert(number, pair);
         let inline_len_max = depths.inline_len.min(knobs.inline_len_max);
@@ -499,7 +586,10 @@ unsafe impl Verbs for FakeNic {
         self.wake.as_fd()
     }
 
-    fn quiet_wake_fd(&self) {}
+    fn quiet_wake_fd(&self) {
+        // Nothing to read says the same.
+        let _ = rustix::io::read(&*self.wake, &mut [0u8; 8]);
+    }
 
     fn next_event(&self) -> Option<NicEvent> {
         self.knobs().events.pop_front()
