@@ -62,6 +62,8 @@ impl JobSpec {
 #[derive(Clone, Debug)]
 pub struct Job {
     pub(super) spec: JobSpec,
+    /// When it was submitted, while nothing of it was posted.
+    pub(super) waits_since: Option<Instant>,
     /// Position among all jobs.
     pub(super) number: u64,
     pub(super) progress_deadline: Duration,

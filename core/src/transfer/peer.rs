@@ -63,6 +63,8 @@ struct Queue {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Need {
     pub(super) asked: Asked,
+    /// When the job was submitted, while nothing of it was posted.
+    pub(super) waits_since: Option<Instant>,
     pub(super) is_write: bool,
     /// The job's number.
     pub(super) number: u64,
@@ -194,8 +196,13 @@ impl Peer {
         match self.best(now, all, need.wanted, config, seen) {
             Found::Path(path, limits, why) => Choice::Post { path, limits, why },
             Found::Full => Choice::Wait,
-            Found::None if need.asked != Asked::Any && self.is_hopeless(now, all, config) => {
-                Choice::Never(Cause::CannotConnect)
+            // What was asked for by name is used soon, or refused.
+            Found::None if need.asked != Asked::Any => {
+                let is_late = need.waits_since.is_some_and(|since| now.since(since) >= config.connect_deadline);
+                match is_late || self.is_hopeless(now, all, config) {
+                    true => Choice::Never(Cause::CannotConnect),
+                    false => Choice::Wait,
+                }
             }
             Found::None => Choice::Wait,
         }

@@ -191,6 +191,7 @@ where
         let again = waiting.and_then(|slice| self.work.slices.get(slice));
         let need = Need {
             asked: job.spec.asked,
+            waits_since: job.waits_since,
             is_write: again.map_or(job.spec.has_writes, |slice| slice.has_writes),
             number: job.number,
             wanted: again.map_or(Wanted::Cut { bytes: job.bytes_left }, |slice| Wanted::Whole(slice.load)),
@@ -247,6 +248,7 @@ where
         let job = self.work.jobs.get_mut(job_key)?;
         let slices = &mut job.explanation.slices[at.index()];
         *slices = slices.saturating_add(1);
+        job.waits_since = None;
         let class = job.spec.class;
         self.counters.posted += 1;
         let peer = self.peers.get_mut(peer_key)?;

@@ -9,7 +9,7 @@ use super::path::{PathSpec, State};
 use super::peer::{Peer, Place, bits};
 use super::report::{Answer, Counters, Cut, Fault, Outcome, Posting, Refusal, SubmitError, UnknownPeer};
 use super::window::{Credit, Load};
-use super::{Cause, Config, Explanation, Failure, PathId};
+use super::{Asked, Cause, Config, Explanation, Failure, PathId};
 use crate::quiet::{ATTEMPTS_PER_SLICE_MAX, Far};
 use crate::seeded::{Bug, on};
 use crate::slab::{Handle, Slab, Slot};
@@ -133,6 +133,7 @@ where
         let progress_deadline = spec.progress_deadline.unwrap_or(self.config.progress_deadline);
         let job = Job {
             spec,
+            waits_since: Some(now),
             number: self.next_number,
             progress_deadline,
             last_progress: now,
@@ -157,6 +158,9 @@ where
         let key = self.work.jobs.insert(job).map_err(|_| busy)?;
         self.next_number += 1;
         self.wake = self.wake.min(spec.deadline).min(now + look_again(progress_deadline));
+        if spec.asked != Asked::Any {
+            self.wake = self.wake.min(now + self.config.connect_deadline);
+        }
         Ok(key)
     }
 

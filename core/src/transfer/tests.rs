@@ -615,6 +615,32 @@ fn another_way_to_a_peer_is_dialled_also_while_the_first_works_and_again_after_i
 }
 
 #[test]
+fn a_transport_asked_for_by_name_is_refused_in_time_also_while_a_dial_takes_long() {
+    let mut rig = Rig::new(&[PathSpec::new(TCP, 1)]);
+    rig.scheduler.declare(rig.peer, path(1), PathSpec::new(SHM, 0)).unwrap();
+    let named = JobSpec { asked: Asked::Only(SHM), ..rig.spec(10) };
+    rig.submit(named);
+    let dial = Action::Dial { peer: rig.peer, path: path(1) };
+    assert_eq!(rig.actions(), [dial], "and nobody says how it went");
+    let deadline = rig.now + Config::default().connect_deadline;
+    assert!(rig.scheduler.next_wake() <= deadline);
+    rig.now = deadline;
+    rig.scheduler.on_timer(rig.now);
+    let actions = rig.actions();
+    let refused = |action: &Action| matches!(action, Action::Finish(done) if done.end == Some(Cause::CannotConnect));
+    assert!(actions.iter().any(refused), "{actions:?}");
+    // One that was under way waits for its path to come back, by its own deadline.
+    rig.scheduler.on_open(rig.now, rig.peer, path(1));
+    rig.submit(named);
+    let (posting, ..) = rig.post();
+    rig.lost(posting, Fault::PathLost, 10, Far::Untouched);
+    rig.scheduler.on_down(rig.peer, path(1), 1);
+    rig.now = rig.now + millis(1_500);
+    rig.scheduler.on_timer(rig.now);
+    assert!(!rig.actions().iter().any(|action| matches!(action, Action::Finish(_))));
+}
+
+#[test]
 fn a_shut_down_scheduler_ends_everything_and_is_empty() {
     let mut rig = Rig::new(&[PathSpec::new(TCP, 0)]);
     rig.submit(rig.spec(40 * MB));

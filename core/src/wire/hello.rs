@@ -128,6 +128,21 @@ pub enum Purpose {
         /// How often that lane was dialed, from 1; a larger one replaces the connections before it.
         generation: u64,
     },
+    /// Nothing but the replacement: the acceptor drops what it has of that lane before it welcomes, so that nothing of older
+    /// generations is applied any more; then the dialer closes. For a lane that was lost and cannot be dialed where it was.
+    Fence {
+        /// Which of the dialer's lanes to this node, over whatever transport.
+        index: u8,
+        /// A number from the same count as those of lanes.
+        generation: u64,
+    },
+    /// What two ends say to each other to join a NIC of each (`wire::message::rail`); lasts as long as that link.
+    Rail {
+        /// Which of the dialer's lanes to this node.
+        index: u8,
+        /// As a lane's.
+        generation: u64,
+    },
 }
 
 impl Purpose {
@@ -135,6 +150,8 @@ impl Purpose {
         match self {
             Self::Control => (1, 0, 0),
             Self::Lane { index, generation } => (2, index, generation),
+            Self::Fence { index, generation } => (3, index, generation),
+            Self::Rail { index, generation } => (4, index, generation),
         }
     }
 
@@ -142,6 +159,8 @@ impl Purpose {
         match (code, index, generation) {
             (1, 0, 0) => Some(Self::Control),
             (2, index, generation) => Some(Self::Lane { index, generation }),
+            (3, index, generation) => Some(Self::Fence { index, generation }),
+            (4, index, generation) => Some(Self::Rail { index, generation }),
             _ => None,
         }
     }
@@ -573,6 +592,22 @@ mod tests {
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();
         let len = head.split("content-length: ").nth(1).unwrap().parse::<usize>().unwrap();
         assert_eq!(len, body.len());
+    }
+
+    #[test]
+    fn every_purpose_is_itself_again_and_a_later_ones_is_none() {
+        let (index, generation) = (5, 9);
+        let purposes = [
+            Purpose::Control,
+            Purpose::Lane { index, generation },
+            Purpose::Fence { index, generation },
+            Purpose::Rail { index, generation },
+        ];
+        for purpose in purposes {
+            let (code, index, generation) = purpose.code();
+            assert_eq!(Purpose::from_code(code, index, generation), Some(purpose));
+        }
+        assert_eq!(Purpose::from_code(5, 0, 0), None);
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 pub mod directory;
 pub mod file;
+pub mod rail;
 pub mod rpc;
 pub mod serve;
 pub mod store;

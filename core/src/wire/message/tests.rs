@@ -8,6 +8,7 @@ use prost::Message;
 
 use super::directory::*;
 use super::file::{FileMove, MoveOutcome, MoveReply, MoveRequest};
+use super::rail::{RAIL_LEN_MAX, RailAsk, RailMessage, RailNic, RailNics, RailWord};
 use super::store::{
     FactsRequest, GetItem, GetOutcome, GetReply, GetRequest, PutItem, PutOutcome, PutReply, PutRequest, Range,
 };
@@ -42,6 +43,33 @@ fn what_is_moved_by_the_owner_of_a_file_survives_the_wire() {
     survives(MoveRequest { file: vec![1; 64], memory: vec![2; 64], into_file: true, moves, sync: true });
     let outcome = MoveOutcome { code: 2, is_touched: true, detail: String::from("full") };
     survives(MoveReply { outcomes: vec![outcome, MoveOutcome::default()] });
+}
+
+#[test]
+fn what_joins_two_nics_survives_the_wire() {
+    let nics = RailNics {
+        nics: vec![
+            RailNic { name: String::from("mlx5_0"), medium: 2, is_preferred: true, events: 3 },
+            RailNic::default(),
+        ],
+    };
+    let ask = RailAsk { nics: Some(nics.clone()), nic: 1, peer_nic: 2, record: vec![9; 96] };
+    let words = [
+        RailWord::Nics(nics),
+        RailWord::Ask(ask),
+        RailWord::Answer(vec![1; 96]),
+        RailWord::Refuse(String::from("down")),
+        RailWord::Put(vec![2; 70_000]),
+        RailWord::Kept(vec![3; 64]),
+        RailWord::Take(true),
+        RailWord::Found(vec![4; 70_000]),
+        RailWord::Turn(true),
+    ];
+    for word in words {
+        let message = RailMessage { word: Some(word) };
+        assert!(message.encoded_len() <= RAIL_LEN_MAX as usize);
+        survives(message);
+    }
 }
 
 #[test]
