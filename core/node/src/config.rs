@@ -123,6 +123,8 @@ pub struct Config {
     pub node: Node,
     /// The certificates of its node port, if sessions and lanes are encrypted.
     pub tls: Option<Files>,
+    /// Which NICs may be used, and for which memory.
+    pub topology: NicChoice,
     /// Where the directory is, for those who use the store: `host:port`; empty if there is no store.
     pub directory: String,
     /// The store role.
@@ -162,7 +164,7 @@ pub struct Node {
     pub data: Option<PathBuf>,
     /// The key that all nodes of a cluster share; empty lets anybody in and is for loopback only.
     pub key: String,
-    /// The transport to use: `auto`, `tcp`, `shm`.
+    /// The transport to use: `auto`, `tcp`, `shm`, `rdma`.
     pub via: String,
     /// How long a node that was told to stop may take.
     pub drain: Duration,
@@ -170,6 +172,24 @@ pub struct Node {
     pub checksums: bool,
     /// A tcp lane that nobody used for so long is closed, until it is used again.
     pub lane_idle: Duration,
+}
+
+/// What an operator may lay down about NICs.
+///
+/// ```
+/// use millpond_node::config::NicChoice;
+/// let config = "[decode]\n[topology]\nnic_deny = [\"mlx5_1\"]";
+/// let choice = millpond_node::config::Config::parse(config, |_| None).unwrap().topology;
+/// assert_eq!(choice, NicChoice { deny: vec!["mlx5_1".into()], ..NicChoice::default() });
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NicChoice {
+    /// Only these, by name, or by the start of it and a `*`; none: all.
+    pub allow: Vec<String>,
+    /// Not these, allowed or not.
+    pub deny: Vec<String>,
+    /// A file with a priority matrix to use instead of the discovered one.
+    pub matrix: Option<PathBuf>,
 }
 
 /// The store role.
@@ -280,6 +300,12 @@ impl Config {
         let mut reader = Reader::new(text, &environment)?;
         let node = node(&mut reader)?;
         let tls = tls(&mut reader)?;
+        reader.section("topology");
+        let topology = NicChoice {
+            allow: reader.texts("topology.nic_allow")?,
+            deny: reader.texts("topology.nic_deny")?,
+            matrix: Some(reader.text("topology.matrix", "")?.0).filter(|path| !path.is_empty()).map(PathBuf::from),
+        };
         reader.section("directory");
         let directory = reader.text("directory.address", "")?.0;
         let has_store = reader.section("store");
@@ -315,6 +341,7 @@ impl Config {
         let mut config = Self {
             node,
             tls,
+            topology,
             directory,
             store: has_store.then_some(store),
             model,
@@ -391,8 +418,8 @@ fn node(reader: &mut Reader<'_>) -> Result<Node, ConfigError> {
         text.parse::<SocketAddr>().map_err(|_| format!("{text:?} is no address; write it like \"127.0.0.1:7001\""))
     };
     let via = |text: &str| match text {
-        "auto" | "tcp" | "shm" => Ok(text.to_owned()),
-        _ => Err(format!("{text:?} is no transport of this version; use auto, tcp or shm")),
+        "auto" | "tcp" | "shm" | "rdma" => Ok(text.to_owned()),
+        _ => Err(format!("{text:?} is no transport of this version; use auto, tcp, shm or rdma")),
     };
     let name = |text: &str| match text.len() {
         0..=64 => Ok(text.to_owned()),

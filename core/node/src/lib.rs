@@ -40,3 +40,5 @@ pub mod session;
 pub mod store;
 #[cfg(feature = "engine")]
 pub mod tls;
+#[cfg(feature = "engine")]
+pub mod topology;

@@ -277,7 +277,7 @@ impl<R: Runtime> Node<R> {
         services: rpc::Router,
         on_lane: impl Fn(Lane) + Send + Sync + 'static,
     ) -> Result<SocketAddr, NodeError> {
-        self.open_admitting(services, |_| Ok(()), on_lane).await
+        self.open_admitting(services, |_| Ok(()), on_lane, drop).await
     }
 
     /// Listens like [`Node::open`]; lanes are admitted and adopted by `engine`, which is this node's.
@@ -288,14 +288,15 @@ impl<R: Runtime> Node<R> {
     /// # Panics
     /// The node listens already: a bug of the caller.
     pub async fn open_with(&self, services: rpc::Router, engine: &Engine<R>) -> Result<SocketAddr, NodeError> {
-        let (admitting, adopting) = (engine.clone(), engine.clone());
+        let (admitting, adopting, joining) = (engine.clone(), engine.clone(), engine.clone());
         let on_lane = move |lane: Lane| {
             let peer = lane.address;
             if let Err(error) = adopting.adopt(lane) {
                 tracing::info!(%peer, %error, "a lane was turned away");
             }
         };
-        self.open_admitting(services, move |met| admitting.admit(met), on_lane).await
+        let on_rail = move |session| joining.join_rail(session);
+        self.open_admitting(services, move |met| admitting.admit(met), on_lane, on_rail).await
     }
 
     async fn open_admitting(
@@ -303,6 +304,7 @@ impl<R: Runtime> Node<R> {
         services: rpc::Router,
         admit: impl Fn(&Met) -> Result<(), Refusal> + Send + Sync + 'static,
         on_lane: impl Fn(Lane) + Send + Sync + 'static,
+        on_rail: impl Fn(Session<R::Stream>) + Send + Sync + 'static,
     ) -> Result<SocketAddr, NodeError> {
         let Inner { runtime, options, metrics, goodbye, .. } = &*self.inner;
         let failed = |source| NodeError::Listen { address: options.listen, source };
@@ -315,7 +317,7 @@ impl<R: Runtime> Node<R> {
         let acceptor = Acceptor::new(self.credentials(), options.sessions).with_admission(admit);
         let (sender, sessions) = mpsc::channel(0);
         let services = Arc::new(services.with_metrics(metrics));
-        let begin = self.begin(services, goodbye.clone(), sender, on_lane);
+        let begin = self.begin(services, goodbye.clone(), sender, on_lane, on_rail);
         let listening = Stop::new();
         let (owner, door, halt) = (runtime.clone(), acceptor.clone(), listening.clone());
         let accepting = start(runtime, async move {
@@ -335,6 +337,7 @@ impl<R: Runtime> Node<R> {
         goodbye: Stop,
         sender: mpsc::Sender<()>,
         on_lane: impl Fn(Lane) + Send + Sync + 'static,
+        on_rail: impl Fn(Session<R::Stream>) + Send + Sync + 'static,
     ) -> impl Fn(Session<R::Stream>) + Send + Sync + 'static {
         let (runtime, mut limits) = (self.inner.runtime.clone(), self.inner.options.calls);
         limits.drain_span_max = limits.drain_span_max.min(self.inner.options.drain_span_max);
@@ -345,6 +348,12 @@ impl<R: Runtime> Node<R> {
         let (controls, lanes) = (kind("control"), kind("lane"));
         let now = self.inner.metrics.gauge("millpond_control_sessions", "Control sessions that are open.", &[]);
         move |session| {
+            if matches!(session.peer.hello.purpose, Purpose::Fence { .. }) {
+                return; // all was done when it was admitted
+            }
+            if matches!(session.peer.hello.purpose, Purpose::Rail { .. }) {
+                return on_rail(session);
+            }
             if matches!(session.peer.hello.purpose, Purpose::Lane { .. }) {
                 lanes.add(1);
                 let address = session.address;

@@ -18,7 +18,7 @@ use millpond_core::time::Duration;
 use millpond_core::wire::session::Key;
 
 use crate::client::{self, StoreClient};
-use crate::config::{self, Config};
+use crate::config::{self, Config, NicChoice};
 use crate::decode::{self, Decode, RpcPrefills};
 use crate::directory::{ShardConfig, StartError};
 use crate::engine::{self, AllocateError, Engine, Via};
@@ -33,6 +33,7 @@ use crate::runtime::{Runtime, Stop, blocking, within};
 use crate::session::{SessionError, Target};
 use crate::store::{Place, RoleError, StoreConfig, StoreRole};
 use crate::tls::{Tls, TlsError};
+use crate::topology::{Topology, TopologyError};
 
 pub(crate) use counts::DOWNGRADES;
 use counts::{Counts, Pools};
@@ -66,6 +67,9 @@ pub enum ServeError {
     /// The engine.
     #[error("the transfer engine cannot start: {0}")]
     Engine(#[from] engine::StartError),
+    /// What the configuration says of NICs.
+    #[error(transparent)]
+    Topology(#[from] TopologyError),
     /// The store role.
     #[error(transparent)]
     Store(#[from] RoleError),
@@ -200,6 +204,14 @@ fn start_engine<R: Runtime>(node: &Node<R>, config: &Config) -> Result<Engine<R>
     let credentials = node.credentials();
     (options.key, options.tls) = (credentials.key, credentials.tls);
     (options.checksums, options.lane_idle_span_max) = (config.node.checksums, config.node.lane_idle);
+    options.nics = match Topology::read(&config.topology) {
+        Ok(topology) => topology.open_nics(),
+        Err(error) if config.topology != NicChoice::default() => return Err(error.into()),
+        Err(error) => {
+            tracing::warn!(%error, "no RDMA device is used");
+            Vec::new()
+        }
+    };
     if via(config) == Some(Via::Tcp) {
         options.transports = vec![Via::Local, Via::Tcp];
     }

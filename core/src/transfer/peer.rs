@@ -382,7 +382,7 @@ impl Peer {
         let mut paths = bits(mask).filter_map(|path| self.paths[path.index()].as_ref());
         let may_come = |path: &Path| {
             path.state != State::Down { is_dialling: false }
-                || path.spec.dialling == Dialling::Ours && path.wants_dial(now)
+                || matches!(path.spec.dialling, Dialling::Ours | Dialling::OursBeside) && path.wants_dial(now)
         };
         let mut is_refused = false;
         let none_comes = paths.all(|path| {

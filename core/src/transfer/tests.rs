@@ -333,6 +333,20 @@ fn a_refused_dial_fails_what_waits_at_once_unless_another_path_may_come() {
 }
 
 #[test]
+fn a_refused_dial_of_one_way_to_a_peer_waits_for_another_that_is_due() {
+    let mut rig = Rig::new(&[PathSpec { dialling: Dialling::OursBeside, ..PathSpec::new(TCP, 0) }; 2]);
+    (0..2).for_each(|index| rig.down(index, 1));
+    rig.scheduler.want(rig.now, rig.peer, path(0));
+    let dials = [0, 1].map(|index| Action::Dial { peer: rig.peer, path: path(index) });
+    assert_eq!(rig.actions(), dials[..1]);
+    rig.scheduler.on_dial_refused(rig.now, rig.peer, path(0));
+    rig.submit(rig.spec(10));
+    assert_eq!(rig.actions(), dials[1..], "the other one was closed while nobody used it, and may be there");
+    rig.scheduler.on_dial_refused(rig.now, rig.peer, path(1));
+    assert_eq!(rig.finished().rest, Some(Failure { cause: Cause::PathLost, far: Far::Untouched }));
+}
+
+#[test]
 fn lack_of_progress_ends_a_job_and_size_does_not() {
     let mut rig = Rig::new(&[PathSpec::new(TCP, 0)]);
     rig.submit(rig.spec(10 * MB));

@@ -16,7 +16,7 @@ use serde_json::json;
 use super::cluster::Cluster;
 use super::failure::Failure;
 use super::store_cmds::{Exit, Output};
-use crate::engine::Via;
+use crate::engine::{OwnNic, Via};
 use crate::model::{LoadError, Source};
 use crate::node;
 use crate::runtime::{Runtime, within};
@@ -88,10 +88,14 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
         rows.extend([machine(), files(), locked()]);
     }
     for via in [Via::Tcp, Via::Shm] {
-        rows.push(transport(runtime, via).await);
+        rows.push(transport(runtime, via, Default::default()).await);
     }
     rows.push(file(runtime).await);
     rows.push(topology.rdma());
+    let nics = [topology.nics(), topology.nics()];
+    if nics.iter().all(|nics| !nics.is_empty()) {
+        rows.push(transport(runtime, Via::Rdma, nics).await);
+    }
     rows.extend(cuda::rows());
     rows.extend(topology.lines());
     if args.transports {
@@ -145,13 +149,17 @@ fn locked() -> Row {
     }
 }
 
-async fn transport<R: Runtime>(runtime: &R, via: Via) -> Row {
-    let subject = if via == Via::Tcp { "tcp" } else { "shm" };
+async fn transport<R: Runtime>(runtime: &R, via: Via, nics: [Vec<OwnNic>; 2]) -> Row {
+    let subject = match via {
+        Via::Tcp => "tcp",
+        Via::Rdma => "rdma",
+        _ => "shm",
+    };
     if via == Via::Shm && node::host() == HostIdentity::UNKNOWN {
         let text = "not used: the host cannot be told (boot id or namespaces in /proc are hidden)".to_owned();
         return (subject, Finding::Note, text);
     }
-    match within(runtime, TRIAL_WITHIN, trial::run(runtime, via)).await {
+    match within(runtime, TRIAL_WITHIN, trial::run(runtime, via, nics)).await {
         Ok(Ok(text)) => (subject, Finding::Good, text),
         Ok(Err(reason)) => (subject, Finding::Bad, format!("not usable: {reason}")),
         Err(_) => (subject, Finding::Bad, format!("moved nothing within {TRIAL_WITHIN}")),

@@ -124,12 +124,12 @@ impl Shard {
                     self.tickets.resize(slot + 1, None);
                 }
                 self.tickets[slot] = Some((ticket.id(), posting.slice));
-                part.posted = Some(Posted { ticket, posting });
+                part.posted = Some(Posted { ticket, posting, path });
                 if work.settings.via == Via::Auto
                     && let Some((from, reason)) = peer.downgrade(used, options, now)
                 {
-                    self.statistics.on_detour(reason);
-                    if peer.is_news(reason) {
+                    self.statistics.on_detour(from, used, reason);
+                    if peer.is_news(from, reason) {
                         let peer = hex(&peer.inner.identity.node);
                         tracing::warn!(%peer, %from, to = %used, reason = reason.name(), "a path is not the best that both sides share; `doctor` says what is wrong with it");
                     }
@@ -235,7 +235,7 @@ impl Shard {
         let Some(row) = self.rows.get_mut(index(finished.job)).and_then(Option::take) else { return };
         if let Some(work) = self.works.get_mut(row.work) {
             work.retries += finished.explanation.retries();
-            work.considered.get_or_insert(finished.explanation);
+            work.considered.get_or_insert((row.peer, finished.explanation));
         }
         let cause = finished.rest.map(|rest| self.cause_for(row.work, row.peer, rest.cause, options));
         self.end_row(row, cause, options, now);

@@ -116,7 +116,7 @@ impl RawRange {
 /// use millpond_node::engine::Via;
 /// assert_eq!("shm".parse::<Via>(), Ok(Via::Shm));
 /// assert_eq!(Via::Tcp.to_string(), "tcp");
-/// assert!("carrier-pigeon".parse::<Via>().unwrap_err().to_string().contains("auto, local, shm, tcp"));
+/// assert!("carrier-pigeon".parse::<Via>().unwrap_err().to_string().contains("auto, local, shm, rdma, tcp"));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -128,6 +128,8 @@ pub enum Via {
     Local,
     /// Shared memory between processes of one host.
     Shm,
+    /// RDMA over the nodes' NICs.
+    Rdma,
     /// Kernel TCP.
     Tcp,
     /// Files of this engine. Chosen for them by itself, and for nothing else.
@@ -138,7 +140,7 @@ pub enum Via {
 ///
 /// Example: [`Via`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name:?} is no transport; use one of auto, local, shm, tcp")]
+#[error("{name:?} is no transport; use one of auto, local, shm, rdma, tcp")]
 pub struct UnknownTransport {
     /// The name as it was given.
     pub name: String,
@@ -152,6 +154,7 @@ impl std::str::FromStr for Via {
             "auto" => Ok(Self::Auto),
             "local" => Ok(Self::Local),
             "shm" => Ok(Self::Shm),
+            "rdma" => Ok(Self::Rdma),
             "tcp" => Ok(Self::Tcp),
             _ => Err(UnknownTransport { name: name.to_owned() }),
         }
@@ -164,6 +167,7 @@ impl std::fmt::Display for Via {
             Self::Auto => "auto",
             Self::Local => "local",
             Self::Shm => "shm",
+            Self::Rdma => "rdma",
             Self::Tcp => "tcp",
             Self::File => "file",
         })

@@ -6,7 +6,7 @@
 use millpond_core::quiet::Far;
 use millpond_core::slab::Handle;
 use millpond_core::time::{Duration, Instant};
-use millpond_core::transfer::{self, Answer, Fault, Load};
+use millpond_core::transfer::{self, Answer, Fault, Load, PathId};
 use millpond_hal::contract::{
     End, FarEnd, LaneSide, LinkDownReason, LinkId, Outcome as HalOutcome, Refusal, TicketId, Turn,
 };
@@ -87,15 +87,16 @@ impl Shard {
 
     fn on_finished(&mut self, ticket: TicketId, options: &Options, now: Instant) {
         let found = self.tickets.get_mut(ticket.handle().slot as usize).and_then(Option::take);
-        let Some((_, slice)) = found.filter(|(id, _)| *id == ticket) else { return };
+        let Some((_, slice)) = found.filter(|(id, _)| *id == ticket) else { return self.on_tried(ticket) };
         let Some(mut part) = self.parts.get_mut(slice.slot as usize).and_then(Option::take) else { return };
         let Some(posted) = part.posted.take() else { return };
         let Ok(completion) = self.fabric.take(posted.ticket) else { return };
         let is_done = completion.is_done();
         if !is_done {
-            return self.on_part_failed(part, posted.posting, completion, options, now);
+            return self.on_part_failed(part, (posted.posting, posted.path), completion, options, now);
         }
         self.give_back(&mut part, completion);
+        self.count_moved(part.peer, posted.path, part.pieces.iter().map(|piece| piece.len).sum());
         match self.brain.on_finished(now, posted.posting, transfer::Outcome::DONE) {
             Some(Answer::Arrived) => self.parts[slice.slot as usize] = Some(part),
             _ => self.end_part(part, None),
@@ -118,7 +119,7 @@ impl Shard {
     fn on_part_failed(
         &mut self,
         mut part: Part,
-        posting: transfer::Posting,
+        (posting, path): (transfer::Posting, PathId),
         completion: Completion,
         options: &Options,
         now: Instant,
@@ -130,6 +131,8 @@ impl Shard {
         self.give_back(&mut part, completion);
         let refused_far = self.brain.far_of_refused(posting);
         let outcome = sum(&part, &outcomes, overall);
+        let done = part.pieces.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_done());
+        self.count_moved(part.peer, path, done.map(|(piece, _)| piece.len).sum());
         let answer = self.brain.on_finished(now, posting, outcome);
         let pieces = std::mem::replace(&mut part.pieces, self.spare_pieces.pop().unwrap_or_default());
         let lost = match answer {
@@ -202,7 +205,7 @@ impl Shard {
 
     fn end_work(&mut self, work: Work, now: Instant) {
         let (asked, class) = (work.settings.via, work.settings.class);
-        let paths = work.considered.unwrap_or_default();
+        let (peer, paths) = work.considered.unwrap_or_default();
         let (shared, report) = work.into_report(now);
         let failed = report.outcomes.iter().find(|outcome| outcome.status != Status::Done);
         let status = failed.map_or(Status::Done, |outcome| outcome.status.clone());
@@ -217,6 +220,7 @@ impl Shard {
             (Via::Auto, Some(Via::Local)) => "the peer is this engine",
             (Via::Auto, Some(Via::Shm)) => "both run on this host",
             (Via::Auto, Some(Via::File)) => "it is a file of this engine",
+            (Via::Auto, Some(Via::Rdma)) => "a pair of NICs that passed its byte test joins them",
             (Via::Auto, _) => "the best lane that was open",
             _ => "the caller named it",
         };
@@ -230,6 +234,8 @@ impl Shard {
             why,
             retries: report.retries,
             paths,
+            ends: Vec::new(),
+            peer,
             elapsed: Some(report.elapsed),
             status,
         });
@@ -244,13 +250,19 @@ impl Shard {
         let Some(lane) = peer.lanes[path.index()].take_if(|lane| lane.link == link) else { return };
         tracing::debug!(via = %lane.via, %reason, "a lane ended");
         self.brain.on_down(peer.brain, path, lane.generation);
+        peer.unfenced |= 1 << path.index();
+        let brain = peer.brain;
+        if let (Via::Rdma, (LaneSide::Dialed, index)) = (lane.via, lane_of(path)) {
+            self.give_rail_up(key, index);
+        }
+        let Some(peer) = self.peers.get(key) else { return };
         // Somebody holds the peer: have the lane back before it is needed. The other end may only be able to wait for us.
         // One that nobody used for long comes back when it is.
         let is_held = std::sync::Arc::strong_count(&peer.inner) > 1;
         let is_ours = lane_of(path).0 == LaneSide::Dialed;
         let is_wanted = !matches!(reason, LinkDownReason::Closed | LinkDownReason::Idle);
         if is_held && is_ours && !peer.is_gone && is_wanted {
-            self.brain.want(now, peer.brain, path);
+            self.brain.want(now, brain, path);
         }
     }
 
@@ -292,7 +304,9 @@ impl Shard {
     }
 
     pub(super) fn explain(&self, id: super::transfer::TransferId) -> Option<Explanation> {
-        self.explained.iter().rev().find(|known| known.id == id).cloned()
+        let mut found = self.explained.iter().rev().find(|known| known.id == id).cloned()?;
+        found.ends = self.path_ends(found.peer);
+        Some(found)
     }
 
     /// When somebody who was refused at a bound may try again.

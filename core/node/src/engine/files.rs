@@ -16,8 +16,6 @@ use millpond_hal::fabric::{FabricError, LinkOptions};
 pub use millpond_hal::fabric::{FileGrant, FileRegion};
 pub use millpond_hal::file::{Caching, FileAccess, FileError, FileOptions, OpenFile};
 
-use parking_lot::Mutex;
-
 use super::batch::Via;
 use super::grant::GrantErrorKind;
 use super::options::Options;
@@ -115,10 +113,8 @@ impl Shard {
             tracing::warn!(code, "io_uring is refused here; files are moved by threads that block, which is slower");
         }
         let device = self.fabric.add_device(Box::new(device))?;
-        let (identity, address) = (options.identity, None);
-        let inner = |key| {
-            Arc::new(PeerInner { key, identity, address, others: Mutex::default(), is_self: true, is_files: true })
-        };
+        let identity = options.identity;
+        let inner = |key| Arc::new(PeerInner { is_files: true, ..PeerInner::new(key, identity, None, true) });
         let peer = self.add_peer(inner, options, now).ok_or(full("all peers are in use"))?;
         self.files = Some(Files { device, peer, driver });
         self.open_files_lane(now);
@@ -146,7 +142,7 @@ impl Shard {
         self.links.insert(link, (peer, path));
         let generation = self.brain.on_open(now, entry.brain, path);
         self.statistics.lanes_open += 1;
-        let (via, _permit) = (Via::File, Permit::default());
-        entry.lanes[path.index()] = Some(Lane { link, via, generation, _permit });
+        let (via, _permit, _session) = (Via::File, Permit::default(), None);
+        entry.lanes[path.index()] = Some(Lane { link, via, generation, _permit, _session });
     }
 }

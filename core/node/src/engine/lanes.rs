@@ -12,9 +12,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use futures::future::{BoxFuture, FutureExt, WeakShared};
+use futures::future::{BoxFuture, FutureExt, WeakShared, select_ok};
 use futures::io::{AsyncRead, AsyncWrite};
 use millpond_core::slab::Handle;
+use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::hello::{Field, HostIdentity, Identity, Purpose, Refusal};
 use millpond_core::wire::session::Peer as Met;
 use millpond_hal::contract::LaneSide;
@@ -27,12 +28,13 @@ use super::batch::Via;
 use super::core::Core;
 use super::options::Options;
 use super::peer::{OpenError, Peer, PeerInner};
-use super::peers::{SHM_LANES, WantedLane};
+use super::peers::{RAIL_LANES, SHM_LANES, WantedLane};
+use super::rail;
 use super::shard::{End, NewLane, Shard};
 use super::wires::{self, Call};
 use crate::runtime::{Readiness, Runtime, by, within};
 use crate::session::{
-    Credentials, Lane, Permit, Session, SessionError, Target, dial, shake_as_acceptor, shake_as_dialer,
+    Credentials, Lane, Permit, Session, SessionError, Target, dial, shake_as_acceptor, shake_as_dialer, share,
 };
 
 /// Unix connections that wait to be accepted, at most.
@@ -77,17 +79,15 @@ pub(super) async fn open<R: Runtime>(runtime: &R, core: &Arc<Core>, address: Soc
 async fn open_first<R: Runtime>(runtime: R, core: Arc<Core>, address: SocketAddr) -> Result<Peer, OpenError> {
     // The generation of a first lane is found out by asking: a node that knows us from before wants a larger one.
     let known = core.locked(|shard| {
-        let found = shard
-            .peers
-            .iter()
-            .find(|(_, peer)| peer.inner.addresses().contains(&address) && !peer.is_gone && peer.has_lanes());
+        let found =
+            shard.peers.iter().find(|(_, peer)| peer.inner.has_address(address) && !peer.is_gone && peer.has_lanes());
         found.map(|(_, peer)| Arc::clone(&peer.inner))
     });
     if let Some(inner) = known {
         return Ok(Peer { inner });
     }
     let (identity, lane) =
-        connect_to(&runtime, &core, &[address], None, 0).await.map_err(|error| open_error(&error, address))?;
+        connect_to(&runtime, &core, address, None, 0).await.map_err(|error| open_error(&error, address))?;
     let peers_max = core.options.peers_max;
     let key = core
         .locked(|shard| shard.peer(identity, Some(address), &core.options, core.now()))
@@ -95,28 +95,32 @@ async fn open_first<R: Runtime>(runtime: R, core: Arc<Core>, address: SocketAddr
     adopt_dialled(&core, key, lane).map_err(|why| OpenError::Connect { address, why })?;
     let inner = core.locked(|shard| shard.peers.get(key).map(|peer| Arc::clone(&peer.inner)));
     let peer = Peer { inner: inner.ok_or(OpenError::ShutDown)? };
+    // The better paths, in the background: until one is there the first lane carries everything.
     if core.options.allows(Via::Shm) && identity.host.is_same_host(&core.options.identity.host) {
-        // The better path, in the background: until it is there the first lane carries everything.
         core.locked(|shard| shard.want_lane(key, SHM_LANES, &core.options, core.now()));
+    } else {
+        (0..core.options.rails()).for_each(|rail| {
+            core.locked(|shard| shard.want_lane(key, RAIL_LANES + rail, &core.options, core.now()));
+        });
     }
     Ok(peer)
 }
 
-/// Connects a lane to whoever listens at the first of `addresses` that answers; `expected` is to be there, if that is known.
+/// Connects a lane to whoever listens at `address`; `expected` is to be there, if that is known.
 async fn connect_to<R: Runtime>(
     runtime: &R,
     core: &Core,
-    addresses: &[SocketAddr],
+    address: SocketAddr,
     expected: Option<[u8; 16]>,
     index: u8,
 ) -> Result<(Identity, NewLane), SessionError> {
     let generation = core.locked(Shard::next_generation);
     let deadline = runtime.now() + core.options.connect_deadline;
-    if let (Some(wires), [to, ..]) = (&core.wires, addresses) {
-        let call = Call { to: *to, from: core.options.identity, index, generation };
+    if let Some(wires) = &core.wires {
+        let call = Call { to: address, from: core.options.identity, index, generation };
         return wires::dial(runtime, wires, call, expected, deadline).await;
     }
-    let target = Target::from(addresses);
+    let target = Target::from(address);
     let target = match expected {
         Some(node) => target.expecting(node),
         None => target,
@@ -125,9 +129,9 @@ async fn connect_to<R: Runtime>(
     let session = dial(runtime, &target, purpose, &credentials(&core.options), deadline).await?;
     let identity = session.peer.hello.identity;
     let broken = |source| SessionError::Broken { peer: target.to_string(), source };
-    let Lane { fd, cipher, permit, .. } = session.into_lane().map_err(broken)?;
-    let (end, side) = (End::of(fd, cipher), LaneSide::Dialed);
-    Ok((identity, NewLane { end, via: Via::Tcp, side, index, generation, permit }))
+    let Lane { fd, cipher, permit, address, .. } = session.into_lane().map_err(broken)?;
+    let (end, side, at) = (End::of(fd, cipher), LaneSide::Dialed, Some(address));
+    Ok((identity, NewLane { end, via: Via::Tcp, side, index, generation, permit, at }))
 }
 
 fn adopt_dialled(core: &Core, key: Handle, lane: NewLane) -> Result<(), String> {
@@ -166,24 +170,84 @@ impl From<SessionError> for NotDialled {
 
 /// Dials a lane that the shard wants.
 pub(super) async fn dial_wanted<R: Runtime>(runtime: R, core: Arc<Core>, wanted: WantedLane) {
-    let dialled = if wanted.index >= SHM_LANES {
-        dial_shm(&runtime, &core, &wanted).await
+    let opened = if wanted.index >= RAIL_LANES {
+        let dialled = rail::dial(&runtime, &core, &wanted).await;
+        dialled.map_err(|why| {
+            core.locked(|shard| shard.give_rail_up(wanted.peer, wanted.index));
+            NotDialled::from(why)
+        })
     } else {
-        dial_tcp(&runtime, &core, &wanted).await
+        let dialled = if wanted.index == SHM_LANES {
+            dial_shm(&runtime, &core, &wanted).await
+        } else {
+            dial_tcp(&runtime, &core, &wanted).await
+        };
+        dialled.and_then(|lane| Ok(core.locked(|shard| shard.open_lane(wanted.peer, lane, &core.options, core.now()))?))
     };
-    let opened = dialled
-        .and_then(|lane| Ok(core.locked(|shard| shard.open_lane(wanted.peer, lane, &core.options, core.now()))?));
     if let Err(NotDialled { why, is_refused }) = opened {
         tracing::debug!(index = wanted.index, %why, "a lane could not be dialled");
+        if core.locked(|shard| shard.needs_fence(wanted.peer, wanted.index)) {
+            fence(&runtime, &core, &wanted).await;
+        }
         core.locked(|shard| shard.on_dial_failed(&wanted, is_refused, &core.options, core.now()));
     }
     core.kick();
 }
 
+/// Has the peer drop what it may still have of a lane that was lost, by whichever of its addresses answers. Until it did,
+/// what was written over that lane may land, and later writes wait. Over [`Wires`](super::Wires) nothing but lanes is dialled.
+async fn fence<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) {
+    let (addresses, identity) = (wanted.inner.addresses.lock().clone(), wanted.inner.identity);
+    let dials = addresses.into_iter().map(|address| {
+        let target = Target::from(address).expecting(identity.node);
+        let purpose = Purpose::Fence { index: wanted.index, generation: core.locked(Shard::next_generation) };
+        let deadline = runtime.now() + core.options.connect_deadline;
+        let credentials = credentials(&core.options);
+        async move { dial(runtime, &target, purpose, &credentials, deadline).await.map_err(|_| ()) }.boxed()
+    });
+    if dials.len() == 0 || core.wires.is_some() {
+        return;
+    }
+    // The first that answers is enough; the generations of the others are older, or fence once more.
+    let is_same = |session: &Session<R::Stream>| session.peer.hello.identity.incarnation == identity.incarnation;
+    if let Ok((session, _)) = select_ok(dials).await
+        && is_same(&session)
+    {
+        core.locked(|shard| shard.on_fenced(wanted.peer, wanted.index, &core.options, core.now()));
+    }
+}
+
+/// A session with the peer of a lane, at the first of its addresses that answers, each within its share of the time.
+pub(super) async fn reach<R: Runtime>(
+    runtime: &R,
+    core: &Core,
+    wanted: &WantedLane,
+    purpose: Purpose,
+    deadline: Instant,
+) -> Result<Session<R::Stream>, String> {
+    let (addresses, identity) = (wanted.inner.addresses.lock().clone(), wanted.inner.identity);
+    let mut why = "the peer has no address".to_owned();
+    for (at, address) in addresses.iter().enumerate() {
+        let target = Target::from(*address).expecting(identity.node);
+        let until = share(runtime.now(), deadline, addresses.len() - at);
+        match dial(runtime, &target, purpose, &credentials(&core.options), until).await {
+            Ok(session) if session.peer.hello.identity.incarnation == identity.incarnation => return Ok(session),
+            Ok(_) => "the node was restarted".clone_into(&mut why),
+            Err(error) => {
+                if error.refusal().is_some_and(|refusal| refusal.field == Field::Purpose) {
+                    core.locked(|shard| shard.has_no_rails(wanted.peer));
+                }
+                why = error.to_string();
+            }
+        }
+    }
+    Err(why)
+}
+
 async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, NotDialled> {
-    let address = wanted.inner.address.ok_or_else(|| "the peer has no address".to_owned())?;
-    let (addresses, expected) = (wanted.inner.addresses(), Some(wanted.inner.identity.node));
-    let (met, lane) = connect_to(runtime, core, &addresses, expected, wanted.index).await?;
+    let address = wanted.inner.address_of(wanted.index).ok_or_else(|| "the peer has no address".to_owned())?;
+    let expected = Some(wanted.inner.identity.node);
+    let (met, lane) = connect_to(runtime, core, address, expected, wanted.index).await?;
     if met.incarnation != wanted.inner.identity.incarnation {
         core.locked(|shard| shard.peer(met, Some(address), &core.options, core.now()));
         return Err("the node was restarted".to_owned().into());
@@ -207,14 +271,26 @@ async fn dial_shm<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> 
     }
     let index = wanted.index;
     let side = LaneSide::Dialed;
-    let end = End::Socket(pipe.into_fd());
-    Ok(NewLane { end, via: Via::Shm, side, index, generation, permit: Permit::default() })
+    let (end, permit) = (End::Socket(pipe.into_fd()), Permit::default());
+    Ok(NewLane { end, via: Via::Shm, side, index, generation, permit, at: None })
 }
 
 /// Whether a lane may be welcomed; closes what it replaces.
 pub(super) fn admit(core: &Core, met: &Met) -> Result<(), Refusal> {
-    let Purpose::Lane { index, generation } = met.hello.purpose else { return Ok(()) };
-    admit_lane(core, &met.hello.identity, (index, generation))
+    let identity = &met.hello.identity;
+    match met.hello.purpose {
+        Purpose::Rail { .. } if core.options.nics.is_empty() => Err(Refusal::of(Field::Purpose)),
+        Purpose::Lane { index, generation } | Purpose::Rail { index, generation } => {
+            admit_lane(core, identity, (index, generation))
+        }
+        Purpose::Fence { index, generation } => {
+            admit_lane(core, identity, (index, generation))?;
+            core.locked(|shard| shard.on_peers_fence(identity, index, &core.options, core.now()));
+            core.kick();
+            Ok(())
+        }
+        Purpose::Control => Ok(()),
+    }
 }
 
 /// [`admit`] for a lane of that index and generation.
@@ -230,9 +306,9 @@ pub(super) fn admit_lane(core: &Core, identity: &Identity, lane: (u8, u64)) -> R
 
 /// Takes over a lane that was accepted on the node's port.
 pub(super) fn adopt(core: &Arc<Core>, lane: Lane) -> Result<Peer, String> {
-    let Lane { fd, cipher, peer, index, generation, permit, .. } = lane;
-    let (end, side) = (End::of(fd, cipher), LaneSide::Accepted);
-    let lane = NewLane { end, via: Via::Tcp, side, index, generation, permit };
+    let Lane { fd, cipher, peer, index, generation, permit, address } = lane;
+    let (end, side, at) = (End::of(fd, cipher), LaneSide::Accepted, Some(address));
+    let lane = NewLane { end, via: Via::Tcp, side, index, generation, permit, at };
     adopt_accepted(core, &peer.hello.identity, lane)
 }
 
@@ -273,7 +349,7 @@ pub(super) async fn accept_shm<R: Runtime>(runtime: R, core: Arc<Core>, listener
     let Ok(readiness) = runtime.readable(watched) else { return };
     while !core.is_shut_down() {
         // Looks up now and then whether the engine still runs.
-        let waited = within(&runtime, millpond_core::time::Duration::from_millis(500), readiness.readable()).await;
+        let waited = within(&runtime, Duration::from_millis(500), readiness.readable()).await;
         if matches!(waited, Ok(Err(_))) {
             return;
         }
@@ -288,22 +364,34 @@ async fn welcome_shm<R: Runtime>(runtime: R, core: Arc<Core>, fd: OwnedFd) {
     let credentials = credentials(&core.options);
     let admit_on = Arc::clone(&core);
     let decide = move |met: &Met| match met.hello.purpose {
-        Purpose::Lane { index, .. } if index >= SHM_LANES => admit(&admit_on, met),
+        Purpose::Lane { index, .. } if index == SHM_LANES => admit(&admit_on, met),
         _ => Err(Refusal::of(Field::Purpose)),
     };
     let shaken = within(&runtime, core.options.connect_deadline, shake_as_acceptor(pipe, &credentials, decide)).await;
     let Ok(Ok((pipe, met))) = shaken else { return };
     let Purpose::Lane { index, generation } = met.hello.purpose else { return };
     let (end, side) = (End::Socket(pipe.into_fd()), LaneSide::Accepted);
-    let lane = NewLane { end, via: Via::Shm, side, index, generation, permit: Permit::default() };
+    let lane = NewLane { end, via: Via::Shm, side, index, generation, permit: Permit::default(), at: None };
     if let Err(why) = adopt_accepted(&core, &met.hello.identity, lane) {
         tracing::info!(%why, "a lane of shared memory was turned away");
     }
 }
 
-/// Takes the lanes among the sessions of a port.
-pub(super) fn take_session<S: crate::runtime::Stream>(core: &Arc<Core>, session: Session<S>) -> Result<Peer, String> {
-    adopt(core, session.into_lane().map_err(|error| error.to_string())?)
+/// Takes the lanes and rails among the sessions of a port.
+pub(super) fn take_session<R: Runtime>(
+    runtime: &R,
+    core: &Arc<Core>,
+    session: Session<R::Stream>,
+) -> Result<(), String> {
+    match session.peer.hello.purpose {
+        Purpose::Fence { .. } => return Ok(()), // all was done when it was admitted
+        Purpose::Rail { .. } => {
+            runtime.spawn(rail::accept(runtime.clone(), Arc::clone(core), session));
+            return Ok(());
+        }
+        _ => {}
+    }
+    adopt(core, session.into_lane().map_err(|error| error.to_string())?).map(drop)
 }
 
 /// A unix socket while its hello is said.

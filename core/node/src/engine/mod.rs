@@ -21,9 +21,13 @@ mod ending;
 mod files;
 mod grant;
 mod lanes;
+mod nics;
 mod options;
+mod paths;
 mod peer;
 mod peers;
+mod rail;
+mod rails;
 mod remote;
 mod shard;
 mod statistics;
@@ -54,7 +58,9 @@ pub use self::files::{
     Caching, DriverInfo, FileAccess, FileError, FileGrant, FileOptions, FileRegion, OpenFile, OpenFileError,
 };
 pub use self::grant::{Arrived, COUNTERS_PER_GRANT_MAX, Grant, GrantError, GrantErrorKind, NotArrived, ReadGrant};
+pub use self::nics::OwnNic;
 pub use self::options::Options;
+pub use self::paths::{PathEnd, PathState};
 pub use self::peer::{OpenError, Peer};
 pub use self::remote::{OutOfBounds, RemoteExtent, RemoteRegion};
 pub use self::statistics::{Considered, Downgrade, DowngradeReason, EXPLAIN_MAX, Explanation, Statistics};
@@ -216,16 +222,18 @@ impl<R: Runtime> Engine<R> {
         lanes::open(&self.runtime, &self.core, address).await
     }
 
-    /// [`Engine::open`] for a node with several addresses, the best first; each has its share of the connect deadline. Lanes
-    /// that break are dialled at all of them.
-    pub async fn open_any(&self, addresses: &[SocketAddr]) -> Result<Peer, OpenError> {
+    /// The node that listens at each of these addresses, the best first. The first that answers within its share of the connect
+    /// deadline is opened like any other; all of them are ways to it from then on, each with a lane of its own, dialled now
+    /// and whenever it is lost: batches are spread over those that work by what they complete. At most four addresses count.
+    pub async fn open_ways(&self, addresses: &[SocketAddr]) -> Result<Peer, OpenError> {
         let deadline = self.runtime.now() + self.core.options.connect_deadline;
-        let mut last = OpenError::Late;
+        let mut last = OpenError::Resolve { name: String::new(), why: "no address was given".to_owned() };
         for (index, address) in addresses.iter().enumerate() {
             let until = share(self.runtime.now(), deadline, addresses.len() - index);
             match by(&self.runtime, until, self.open(*address)).await {
                 Ok(Ok(peer)) => {
-                    peer.inner.learn(addresses);
+                    let (key, now) = (peer.inner.key, self.core.now());
+                    self.core.locked(|shard| shard.add_addresses(key, addresses, &self.core.options, now));
                     return Ok(peer);
                 }
                 Ok(Err(error)) => last = error,
@@ -235,7 +243,7 @@ impl<R: Runtime> Engine<R> {
         Err(last)
     }
 
-    /// [`Engine::open_any`] for `host:port` with a name to look up; several, divided by commas, are one node.
+    /// [`Engine::open_ways`] for `host:port` with a name to look up; several, divided by commas, are one node.
     pub async fn open_named(&self, name: &str) -> Result<Peer, OpenError> {
         let failed = |why: String| OpenError::Resolve { name: name.to_owned(), why };
         let target = Target::parse(name).map_err(|error| failed(error.to_string()))?;
@@ -245,7 +253,7 @@ impl<R: Runtime> Engine<R> {
         if found.is_empty() {
             return Err(failed("it has no address".to_owned()));
         }
-        self.open_any(&found).await
+        self.open_ways(&found).await
     }
 
     /// The node that a control session introduced, as a peer: for a service that moves bytes to or from its client over the
@@ -321,6 +329,11 @@ impl<R: Runtime> Engine<R> {
         lanes::adopt(&self.core, lane).map_err(|why| AdoptError { why })
     }
 
+    /// Takes part in joining a NIC here with one of the peer's, over a session for that, which was [admitted](Engine::admit).
+    pub fn join_rail(&self, session: Session<R::Stream>) {
+        self.runtime.spawn(rail::accept(self.runtime.clone(), Arc::clone(&self.core), session));
+    }
+
     /// Listens for lanes at `address` until `stop`; gives the address, whose port was chosen if it was 0. For engines that
     /// are not part of a node.
     pub async fn listen(&self, address: SocketAddr, stop: &Stop) -> std::io::Result<SocketAddr> {
@@ -331,9 +344,10 @@ impl<R: Runtime> Engine<R> {
         let acceptor =
             Acceptor::new(credentials, Limits::default()).with_admission(move |met| lanes::admit(&admitting, met));
         let (runtime, core, stop) = (self.runtime.clone(), Arc::clone(&self.core), stop.clone());
+        let owner = runtime.clone();
         self.runtime.spawn(async move {
             let take = move |session: Session<R::Stream>| {
-                if let Err(why) = lanes::take_session(&core, session) {
+                if let Err(why) = lanes::take_session(&owner, &core, session) {
                     tracing::info!(%why, "a session was turned away");
                 }
             };

@@ -6,6 +6,8 @@ use millpond_core::wire::hello::Identity;
 use millpond_core::wire::session::Key;
 
 use super::batch::Via;
+use super::nics::OwnNic;
+use super::rails::RAILS_MAX;
 use crate::tls::Tls;
 
 /// Bounds and defaults of an engine. Every bound that is reached is answered with
@@ -39,9 +41,11 @@ pub struct Options {
     pub progress_deadline: Duration,
     /// How long dialling, hello and proof of a lane may take. Default 900 ms.
     pub connect_deadline: Duration,
-    /// Transports that may be used, best first. Default: local, shm, tcp.
+    /// NICs that rails may be opened over, in the order by which peers know them. Default: none.
+    pub nics: Vec<OwnNic>,
+    /// Transports that may be used, best first. Default: local, shm, rdma, tcp.
     pub transports: Vec<Via>,
-    /// Lanes to one peer over one transport. Default 2, at most
+    /// Lanes of tcp to one peer; one for each of its addresses at least. Default 2, at most
     /// [`LANES_PER_PEER_MAX`](millpond_core::quiet::LANES_PER_PEER_MAX).
     pub lanes_per_peer_max: u8,
     /// What may be under way on one lane: bytes, moves, slices. Default 64 MiB, 262,144, 256.
@@ -68,7 +72,8 @@ impl Options {
             lane_idle_span_max: Duration::from_secs(600),
             progress_deadline: Duration::from_secs(5),
             connect_deadline: Duration::from_millis(900),
-            transports: vec![Via::Local, Via::Shm, Via::Tcp],
+            nics: Vec::new(),
+            transports: vec![Via::Local, Via::Shm, Via::Rdma, Via::Tcp],
             lanes_per_peer_max: 2,
             window: PathSpec::WINDOW,
             transfers_max: 4096,
@@ -76,6 +81,12 @@ impl Options {
             spin: Duration::from_micros(20),
             peers_max: 1024,
         }
+    }
+
+    /// Rails to one peer that are dialled here, at most.
+    pub(super) fn rails(&self) -> u8 {
+        let nics = u8::try_from(self.nics.len()).unwrap_or(RAILS_MAX);
+        if self.allows(Via::Rdma) { nics.min(RAILS_MAX) } else { 0 }
     }
 
     /// Whether `via` may be used; `Auto` and `File` always may.

@@ -8,6 +8,7 @@ use millpond_core::wire::hello::Identity;
 use parking_lot::Mutex;
 
 use super::batch::Via;
+use super::peers::SHM_LANES;
 
 /// A node whose memory can be read and written, by [`Engine::open`](super::Engine::open) or because it opened us. Cheap to
 /// clone; it names the node in its present incarnation, whatever lanes come and go.
@@ -23,10 +24,8 @@ pub(super) struct PeerInner {
     /// Its place in the shard's table.
     pub(super) key: Handle,
     pub(super) identity: Identity,
-    /// Where to dial it; `None`: it dials us.
-    pub(super) address: Option<SocketAddr>,
-    /// Where else.
-    pub(super) others: Mutex<Vec<SocketAddr>>,
+    /// Where to dial it, each a way of its own; none: it dials us. Grows at the end only.
+    pub(super) addresses: Mutex<Vec<SocketAddr>>,
     pub(super) is_self: bool,
     /// It stands for the engine's own files.
     pub(super) is_files: bool,
@@ -92,15 +91,36 @@ pub enum OpenError {
 }
 
 impl PeerInner {
-    /// Where to dial it, the address that worked first.
-    pub(super) fn addresses(&self) -> Vec<SocketAddr> {
-        self.address.into_iter().chain(self.others.lock().iter().copied()).collect()
+    pub(super) fn new(key: Handle, identity: Identity, address: Option<SocketAddr>, is_self: bool) -> Self {
+        let addresses = Mutex::new(address.into_iter().collect());
+        Self { key, identity, addresses, is_self, is_files: false }
     }
 
-    /// It can be reached there, too.
-    pub(super) fn learn(&self, addresses: &[SocketAddr]) {
-        let others = addresses.iter().copied().filter(|address| Some(*address) != self.address);
-        *self.others.lock() = others.collect();
+    /// How many addresses of it there are to dial.
+    pub(super) fn ways(&self) -> usize {
+        self.addresses.lock().len()
+    }
+
+    pub(super) fn has_address(&self, address: SocketAddr) -> bool {
+        self.addresses.lock().contains(&address)
+    }
+
+    /// Where a lane of that index goes: they go round the addresses.
+    pub(super) fn address_of(&self, index: u8) -> Option<SocketAddr> {
+        let addresses = self.addresses.lock();
+        addresses.get(usize::from(index) % addresses.len().max(1)).copied()
+    }
+
+    /// Whether any of these addresses was not known; they are from now on, as many as there may be lanes of tcp.
+    pub(super) fn learn(&self, addresses: &[SocketAddr]) -> bool {
+        let mut known = self.addresses.lock();
+        let before = known.len();
+        for address in addresses {
+            if known.len() < usize::from(SHM_LANES) && !known.contains(address) {
+                known.push(*address);
+            }
+        }
+        known.len() > before
     }
 }
 
@@ -111,10 +131,16 @@ impl Peer {
         self.inner.identity
     }
 
-    /// Where it was dialled; `None` if only it dials us.
+    /// Where it was dialled first; `None` if only it dials us.
     #[must_use]
     pub fn address(&self) -> Option<SocketAddr> {
-        self.inner.address
+        self.inner.addresses.lock().first().copied()
+    }
+
+    /// All addresses of it that are known here, each a way of its own.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        self.inner.addresses.lock().clone()
     }
 
     /// Whether it is this engine itself.

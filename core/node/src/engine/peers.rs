@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use futures::channel::oneshot;
 use millpond_core::quiet::LANES_PER_PEER_MAX;
 use millpond_core::slab::Handle;
 use millpond_core::time::Instant;
@@ -13,12 +14,16 @@ use millpond_hal::contract::{LaneSide, LinkId};
 
 use super::batch::Via;
 use super::options::Options;
+use super::paths::PathEnd;
 use super::peer::PeerInner;
+use super::rails::Rails;
 use super::statistics::DowngradeReason;
 use crate::session::Permit;
 
-/// The first lane index of shared memory; those below are TCP's.
+/// The lane index of shared memory; those below are TCP's.
 pub(super) const SHM_LANES: u8 = 4;
+/// The first lane index of rails: RDMA, each over a NIC of its own.
+pub(super) const RAIL_LANES: u8 = 5;
 /// A slice to a peer on this host, in bytes: one frame and one answer, however large the batch.
 const SLICE_LEN_SAME_HOST: u64 = 16 << 20;
 
@@ -28,6 +33,8 @@ pub(super) struct Lane {
     pub(super) via: Via,
     /// Of its path.
     pub(super) generation: u64,
+    /// Of a rail: its session ends when this does.
+    pub(super) _session: Option<oneshot::Sender<()>>,
     /// The place among the acceptor's sessions.
     pub(super) _permit: Permit,
 }
@@ -39,16 +46,37 @@ pub(super) struct PeerState {
     pub(super) brain: Handle,
     pub(super) same_host: bool,
     pub(super) lanes: [Option<Lane>; PATHS_PER_PEER_MAX],
+    /// Where each path leads that was ever open, or led last, by its number.
+    pub(super) ends: Vec<(PathId, PathEnd)>,
+    /// Bytes that requests moved over each path, in either direction.
+    pub(super) moved: [u64; PATHS_PER_PEER_MAX],
+    /// Paths that were lost, a bit each, until they are opened again or fenced.
+    pub(super) unfenced: u16,
     /// Newest generation of each of the peer's lanes to us.
     pub(super) accepted: [u64; LANES_PER_PEER_MAX],
     /// The peer is known to have been replaced: nothing reaches it any more.
     pub(super) is_gone: bool,
     /// When it was met, or dialled us last: its other lanes may be on their way.
     pub(super) met_at: Instant,
-    /// Shared memory could not be dialled since it last was there.
-    has_shm_failed: bool,
-    /// That was warned about.
-    was_warned_of: bool,
+    pub(super) rails: Rails,
+    /// Transports that could not be dialled since they last were there, and those that somebody was warned of.
+    failed: [bool; BETTER.len()],
+    warned: [bool; BETTER.len()],
+}
+
+/// Transports that are better than tcp, the best first.
+const BETTER: [Via; 2] = [Via::Shm, Via::Rdma];
+
+fn via_of(index: u8) -> Via {
+    match index {
+        RAIL_LANES.. => Via::Rdma,
+        SHM_LANES => Via::Shm,
+        _ => Via::Tcp,
+    }
+}
+
+fn better(via: Via) -> Option<usize> {
+    BETTER.iter().position(|other| *other == via)
 }
 
 /// A lane that is to be dialled.
@@ -79,6 +107,7 @@ fn transport(via: Via) -> Option<Transport> {
         Via::Shm => Transport::new(1),
         Via::Tcp => Transport::new(2),
         Via::File => Transport::new(3),
+        Via::Rdma => Transport::new(4),
     }
 }
 
@@ -93,40 +122,58 @@ impl PeerState {
             brain,
             same_host,
             lanes: Default::default(),
+            ends: Vec::new(),
+            moved: [0; PATHS_PER_PEER_MAX],
+            unfenced: 0,
             accepted: [0; LANES_PER_PEER_MAX],
             is_gone: false,
             met_at,
-            has_shm_failed: false,
-            was_warned_of: false,
+            rails: Rails::default(),
+            failed: Default::default(),
+            warned: Default::default(),
         }
     }
 
     /// A lane of that transport is there.
     pub(super) fn on_lane(&mut self, via: Via) {
-        if via == Via::Shm {
-            (self.has_shm_failed, self.was_warned_of) = (false, false);
+        if let Some(at) = better(via) {
+            (self.failed[at], self.warned[at]) = (false, false);
         }
     }
 
     /// A lane could not be dialled.
     pub(super) fn on_dial_failed(&mut self, index: u8) {
-        self.has_shm_failed |= index >= SHM_LANES;
+        if let Some(at) = better(via_of(index)) {
+            self.failed[at] = true;
+        }
     }
 
     /// The transport that a slice should have taken, and why one over `used` carries it; `None`: there is no better one.
     pub(super) fn downgrade(&self, used: Via, options: &Options, now: Instant) -> Option<(Via, DowngradeReason)> {
-        if used != Via::Tcp || !self.same_host || self.inner.is_self || !options.allows(Via::Shm) {
+        if self.inner.is_self {
             return None;
         }
-        let has_shm = self.lanes.iter().flatten().any(|lane| lane.via == Via::Shm);
-        let is_awaited = self.inner.address.is_some() || now.since(self.met_at) < options.connect_deadline;
-        let is_connecting = has_shm || (!self.has_shm_failed && is_awaited);
-        Some((Via::Shm, if is_connecting { DowngradeReason::Connecting } else { DowngradeReason::Unreachable }))
+        let is_shared = |via: &&Via| match via {
+            Via::Shm => self.same_host && options.allows(Via::Shm),
+            _ => options.rails() > 0 && self.rails.are_shared(),
+        };
+        let best = *BETTER.iter().take_while(|via| **via != used).find(is_shared)?;
+        let at = better(best)?;
+        let has_one = self.lanes.iter().flatten().any(|lane| lane.via == best);
+        let is_awaited = self.inner.ways() > 0 || now.since(self.met_at) < options.connect_deadline;
+        let reason = match () {
+            () if has_one => DowngradeReason::Connecting,
+            () if best == Via::Rdma && self.rails.is_refuted(self.inner.key) => DowngradeReason::Refuted,
+            () if !self.failed[at] && is_awaited => DowngradeReason::Connecting,
+            () => DowngradeReason::Unreachable,
+        };
+        Some((best, reason))
     }
 
-    /// Whether nobody was warned yet that a transport cannot be connected; from now on somebody was, until it can.
-    pub(super) fn is_news(&mut self, reason: DowngradeReason) -> bool {
-        reason == DowngradeReason::Unreachable && !std::mem::replace(&mut self.was_warned_of, true)
+    /// Whether nobody was warned yet that a transport cannot be used; from now on somebody was, until it can.
+    pub(super) fn is_news(&mut self, via: Via, reason: DowngradeReason) -> bool {
+        let is_lasting = reason != DowngradeReason::Connecting;
+        is_lasting && better(via).is_some_and(|at| !std::mem::replace(&mut self.warned[at], true))
     }
 
     pub(super) fn has_lanes(&self) -> bool {
@@ -135,7 +182,12 @@ impl PeerState {
 
     /// What a lane of that transport is like.
     pub(super) fn spec(&self, via: Via, dialling: Dialling, options: &Options) -> Option<PathSpec> {
-        let mut spec = PathSpec::new(transport(via)?, if via == Via::Tcp { 1 } else { 0 });
+        let rank = match via {
+            Via::Tcp => 2,
+            Via::Rdma => 1,
+            _ => 0,
+        };
+        let mut spec = PathSpec::new(transport(via)?, rank);
         (spec.dialling, spec.window) = (dialling, options.window);
         if self.same_host || self.inner.is_self {
             (spec.slice_len_min, spec.slice_len_max) = (SLICE_LEN_SAME_HOST, SLICE_LEN_SAME_HOST);
@@ -157,17 +209,26 @@ impl PeerState {
             add(LaneSide::Dialed, 0, Via::Local, Dialling::Theirs);
             return paths;
         }
-        let ours = |of| if self.inner.address.is_some() { of } else { Dialling::Theirs };
+        let ways = u8::try_from(self.inner.ways()).unwrap_or(SHM_LANES);
+        let ours = |of| if ways > 0 { of } else { Dialling::Theirs };
         if options.allows(Via::Tcp) {
-            add(LaneSide::Dialed, 0, Via::Tcp, ours(Dialling::Ours));
-            for index in 1..options.lanes_per_peer_max.clamp(1, SHM_LANES) {
-                add(LaneSide::Dialed, index, Via::Tcp, ours(Dialling::OursWhenBusy));
+            // One lane for each address, then more to the same ones.
+            let first = if ways > 1 { Dialling::OursBeside } else { Dialling::Ours };
+            for index in 0..options.lanes_per_peer_max.max(ways).clamp(1, SHM_LANES) {
+                let dialling = if index < ways.max(1) { first } else { Dialling::OursWhenBusy };
+                add(LaneSide::Dialed, index, Via::Tcp, ours(dialling));
             }
             add(LaneSide::Accepted, 0, Via::Tcp, Dialling::Theirs);
         }
         if options.allows(Via::Shm) && self.same_host {
             add(LaneSide::Dialed, SHM_LANES, Via::Shm, ours(Dialling::Ours));
             add(LaneSide::Accepted, SHM_LANES, Via::Shm, Dialling::Theirs);
+        }
+        for rail in 0..options.rails() {
+            add(LaneSide::Dialed, RAIL_LANES + rail, Via::Rdma, ours(Dialling::OursBeside));
+        }
+        if options.rails() > 0 {
+            add(LaneSide::Accepted, RAIL_LANES, Via::Rdma, Dialling::Theirs);
         }
         paths
     }
@@ -182,6 +243,13 @@ impl PeerState {
             _ if self.inner.is_files => "files of this engine are moved by `file` only",
             Via::Local => "the peer is another process",
             _ if self.inner.is_self => "the peer is this engine itself",
+            Via::Rdma if options.nics.is_empty() => "this node has no RDMA device that it may use; ask `doctor`",
+            Via::Rdma if self.rails.has_liar(self.inner.key) => {
+                "a byte test found that a driver reports success and moves other bytes, or none; the log names it"
+            }
+            Via::Rdma if self.rails.is_refuted(self.inner.key) => {
+                "no pair of NICs passed its byte test; the log says why"
+            }
             Via::Shm if !self.same_host => "the peer runs on another host, or in other namespaces",
             _ => "it could not be connected within the connect deadline",
         }

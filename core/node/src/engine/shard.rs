@@ -8,6 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use futures::channel::oneshot;
 use millpond_core::batch::RegionId;
 use millpond_core::slab::{Handle, Slab, Slot};
 use millpond_core::time::{Duration, Instant};
@@ -15,19 +16,21 @@ use millpond_core::transfer::{self, Dialling, JobSpec, PATHS_PER_PEER_MAX, PathI
 use millpond_core::wire::hello::{Field, Identity, Refusal as Refused};
 use millpond_hal::backend::file::DriverInfo;
 use millpond_hal::backend::host::Host;
+use millpond_hal::backend::rdma::RdmaDevice;
 use millpond_hal::backend::shm::{ShmDevice, ShmOptions};
 use millpond_hal::backend::tcp::{Checksum, TcpDevice, TcpOptions};
 use millpond_hal::contract::{
     Cipher, Connection, Lane as WireLane, LaneSide, LinkDownReason, LinkId, Outcome as HalOutcome, TicketId,
 };
 use millpond_hal::fabric::{self, DeviceId, Fabric, FabricOptions, LinkOptions};
-use parking_lot::Mutex;
 
 use super::batch::{Batch, Via};
 use super::grant::Arrivals;
 use super::options::Options;
+use super::paths::PathEnd;
 use super::peer::PeerInner;
 use super::peers::{Lane, PeerState, WantedLane, asked, path_of};
+use super::rails::Tried;
 use super::statistics::{EXPLAIN_MAX, Explanation, Statistics};
 use super::transfer::{Cause, Shared};
 use super::wires::Wires;
@@ -62,6 +65,8 @@ pub(super) struct Shard {
     pub(super) brain_peers: Vec<Handle>,
     /// Which slice a ticket carries, by the ticket's slot.
     pub(super) tickets: Vec<Option<(TicketId, Handle)>>,
+    /// Byte tests under way.
+    pub(super) tried: HashMap<TicketId, Tried>,
     pub(super) links: HashMap<LinkId, (Handle, PathId)>,
     pub(super) arrivals: HashMap<RegionId, Arc<Arrivals>>,
     pub(super) wanted: Vec<WantedLane>,
@@ -81,6 +86,8 @@ struct Devices {
     local: DeviceId,
     tcp: Option<DeviceId>,
     shm: Option<DeviceId>,
+    /// By the NIC's number.
+    rdma: Vec<DeviceId>,
 }
 
 /// The engine's files: their device, and the peer that stands for them.
@@ -120,6 +127,20 @@ pub(super) struct NewLane {
     pub(super) index: u8,
     pub(super) generation: u64,
     pub(super) permit: Permit,
+    /// Where the other end is; `None` for shared memory.
+    pub(super) at: Option<std::net::SocketAddr>,
+}
+
+/// A link that is to become a path.
+#[derive(Debug)]
+pub(super) struct Entering {
+    pub(super) side: LaneSide,
+    pub(super) via: Via,
+    pub(super) link: LinkId,
+    pub(super) permit: Permit,
+    pub(super) end: PathEnd,
+    /// Of a rail: its session ends when this is dropped.
+    pub(super) session: Option<oneshot::Sender<()>>,
 }
 
 fn brain(options: &Options, dial_seed: u64) -> Brain {
@@ -182,7 +203,7 @@ impl Shard {
         let mut fabric = Fabric::new(wanted).map_err(|error| system("descriptors")(&error))?;
         let add = |fabric: &mut Fabric, device| fabric.add_device(device).map_err(|error| system("devices")(&error));
         let local = add(&mut fabric, Box::new(Host::new()))?;
-        let mut devices = Devices { local, tcp: None, shm: None };
+        let mut devices = Devices { local, tcp: None, shm: None, rdma: Vec::new() };
         if let Some(wires) = wires {
             devices.tcp = Some(add(&mut fabric, wires.device())?);
         } else if options.allows(Via::Tcp) {
@@ -200,6 +221,9 @@ impl Shard {
             let device = ShmDevice::new(shm).map_err(|error| system("an epoll set")(&error))?;
             devices.shm = Some(add(&mut fabric, Box::new(device))?);
         }
+        for own in options.nics.iter().filter(|_| options.allows(Via::Rdma)) {
+            devices.rdma.push(add(&mut fabric, Box::new(RdmaDevice::new(own.nic.clone())))?);
+        }
         let mut shard = Self {
             fabric,
             devices,
@@ -212,6 +236,7 @@ impl Shard {
             by_node: HashMap::new(),
             brain_peers: Vec::new(),
             tickets: Vec::new(),
+            tried: HashMap::new(),
             links: HashMap::new(),
             arrivals: HashMap::new(),
             wanted: Vec::new(),
@@ -238,7 +263,8 @@ impl Shard {
         self.links.insert(link, (own, path));
         if let Some(peer) = self.peers.get_mut(own) {
             let generation = self.brain.on_open(now, peer.brain, path);
-            peer.lanes[path.index()] = Some(Lane { link, via: Via::Local, generation, _permit: Permit::default() });
+            let (via, _permit, _session) = (Via::Local, Permit::default(), None);
+            peer.lanes[path.index()] = Some(Lane { link, via, generation, _permit, _session });
         }
         Ok(own)
     }
@@ -251,8 +277,7 @@ impl Shard {
         now: Instant,
     ) -> Option<Handle> {
         let is_self = (identity.node, identity.incarnation) == (options.identity.node, options.identity.incarnation);
-        let inner =
-            |key| Arc::new(PeerInner { key, identity, address, others: Mutex::default(), is_self, is_files: false });
+        let inner = |key| Arc::new(PeerInner::new(key, identity, address, is_self));
         let key = self.add_peer(inner, options, now)?;
         if let Some(older) = self.by_node.insert(identity.node, key) {
             self.on_peer_replaced(older);
@@ -337,10 +362,9 @@ impl Shard {
         {
             let held = peer.inner.identity.incarnation;
             if held == identity.incarnation {
-                if address.is_some() && peer.inner.address.is_none() && !peer.inner.is_self {
-                    let others = Mutex::default();
-                    let inner = PeerInner { key: known, identity, address, others, is_self: false, is_files: false };
-                    peer.inner = Arc::new(inner);
+                let is_first = peer.inner.ways() == 0 && !peer.inner.is_self;
+                if let Some(address) = address.filter(|_| is_first) {
+                    peer.inner.learn(&[address]);
                     self.declare(known, options);
                 }
                 return Some(known);
@@ -380,6 +404,34 @@ impl Shard {
         Ok(())
     }
 
+    /// A peer, which was admitted, has lost its end of a lane that it dialled: what was written to it over that lands no more.
+    pub(super) fn on_peers_fence(&mut self, identity: &Identity, index: u8, options: &Options, now: Instant) {
+        let Some(key) = self.by_node.get(&identity.node).copied() else { return };
+        if let (Some(peer), Some(path)) = (self.peers.get(key), path_of(LaneSide::Accepted, index))
+            && peer.lanes[path.index()].is_none()
+        {
+            self.brain.on_fenced(peer.brain, path, u64::MAX);
+            self.pump(options, now);
+        }
+    }
+
+    /// Whether the peer may still have an end of a lane that is lost here.
+    pub(super) fn needs_fence(&self, key: Handle, index: u8) -> bool {
+        let (Some(peer), Some(path)) = (self.peers.get(key), path_of(LaneSide::Dialed, index)) else { return false };
+        peer.lanes[path.index()].is_none() && peer.unfenced & (1 << path.index()) != 0
+    }
+
+    /// The peer dropped what it had of a lane that is lost here.
+    pub(super) fn on_fenced(&mut self, key: Handle, index: u8, options: &Options, now: Instant) {
+        if let (Some(peer), Some(path)) = (self.peers.get_mut(key), path_of(LaneSide::Dialed, index))
+            && peer.lanes[path.index()].is_none()
+        {
+            peer.unfenced &= !(1 << path.index());
+            self.brain.on_fenced(peer.brain, path, u64::MAX);
+            self.pump(options, now);
+        }
+    }
+
     /// A number for a dial: larger than all before, so every lane's generation grows.
     pub(super) fn next_generation(&mut self) -> u64 {
         self.generation += 1;
@@ -389,9 +441,26 @@ impl Shard {
     /// The peer with this identity, if it is known and has a lane, or an address to dial.
     pub(super) fn known_peer(&self, identity: &Identity) -> Option<Arc<PeerInner>> {
         let peer = self.peers.get(*self.by_node.get(&identity.node)?)?;
-        let is_there = peer.has_lanes() || peer.inner.address.is_some();
+        let is_there = peer.has_lanes() || peer.inner.ways() > 0;
         let is_same = peer.inner.identity.incarnation == identity.incarnation;
         (is_there && is_same && !peer.is_gone).then(|| Arc::clone(&peer.inner))
+    }
+
+    /// A peer can be reached at these addresses too: each is a way of its own, and dialled at once.
+    pub(super) fn add_addresses(
+        &mut self,
+        key: Handle,
+        addresses: &[std::net::SocketAddr],
+        options: &Options,
+        now: Instant,
+    ) {
+        let Some(peer) = self.peers.get(key).filter(|peer| !peer.inner.is_self) else { return };
+        if !peer.inner.learn(addresses) {
+            return;
+        }
+        let ways = u8::try_from(peer.inner.ways()).unwrap_or(u8::MAX);
+        self.declare(key, options);
+        (0..ways).for_each(|index| self.want_lane(key, index, options, now));
     }
 
     pub(super) fn want_lane(&mut self, key: Handle, index: u8, options: &Options, now: Instant) {
@@ -412,6 +481,11 @@ impl Shard {
             }
             self.pump(options, now);
         }
+    }
+
+    /// The device of a NIC here.
+    pub(super) fn rdma_device(&self, nic: u8) -> Option<DeviceId> {
+        self.devices.rdma.get(usize::from(nic)).copied()
     }
 
     pub(super) fn open_lane(
@@ -441,14 +515,34 @@ impl Shard {
         let with = LinkOptions::with_progress_deadline(options.progress_deadline);
         let link = self.fabric.open(now, device, connection, with).map_err(|error| error.to_string())?;
         let path = path_of(lane.side, lane.index).ok_or("there is no lane of that index")?;
+        let NewLane { via, permit, side, at, .. } = lane;
+        let end = PathEnd { via, at, nics: None };
+        self.enter_lane(key, path, Entering { side, via, link, permit, end, session: None }, options, now)
+    }
+
+    /// A link is a path of a peer from now on.
+    pub(super) fn enter_lane(
+        &mut self,
+        key: Handle,
+        path: PathId,
+        lane: Entering,
+        options: &Options,
+        now: Instant,
+    ) -> Result<(), String> {
+        let Entering { side, via, link, permit, end, session } = lane;
+        let Some(peer) = self.peers.get_mut(key) else { return Err("the peer is forgotten".to_owned()) };
         self.links.insert(link, (key, path));
-        let counter = match lane.side {
+        let counter = match side {
             LaneSide::Dialed => &mut self.statistics.lanes_dialled,
             LaneSide::Accepted => &mut self.statistics.lanes_accepted,
         };
         *counter += 1;
         self.statistics.lanes_open += 1;
-        let NewLane { via, permit, side, .. } = lane;
+        match peer.ends.binary_search_by_key(&path, |(path, _)| *path) {
+            Ok(at) => peer.ends[at].1 = end,
+            Err(at) => peer.ends.insert(at, (path, end)),
+        }
+        peer.unfenced &= !(1 << path.index());
         if !self.brain.has_path(peer.brain, path) {
             let dialling = if side == LaneSide::Dialed { Dialling::OursWhenBusy } else { Dialling::Theirs };
             let spec = peer.spec(via, dialling, options).ok_or("the transport is not one of a lane")?;
@@ -459,7 +553,8 @@ impl Shard {
             peer.met_at = now;
         }
         peer.on_lane(via);
-        let older = peer.lanes[path.index()].replace(Lane { link, via, generation, _permit: permit });
+        let older =
+            peer.lanes[path.index()].replace(Lane { link, via, generation, _permit: permit, _session: session });
         if let Some(older) = older {
             self.fabric.close_link_for(older.link, LinkDownReason::Superseded);
         }

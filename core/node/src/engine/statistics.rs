@@ -1,12 +1,12 @@
 //! What an engine counted so far, and what it remembers of single batches.
 
+use millpond_core::slab::Handle;
 use millpond_core::time::Duration;
 pub use millpond_core::transfer::Explanation as Considered;
-
-use millpond_hal::contract::LaneSide;
+use millpond_core::transfer::PathId;
 
 use super::batch::{Class, Via};
-use super::peers::lane_of;
+use super::paths::{self, PathEnd};
 use super::transfer::{Status, TransferId};
 
 /// Counters of one engine since its start; they only grow, except for the gauges named as such.
@@ -43,7 +43,9 @@ pub struct Statistics {
     /// Parts of batches sent over a path that is not the best one both sides share; see [`Statistics::downgrades`].
     pub detours: u64,
     /// The same, by reason.
-    pub(super) detours_by: [u64; DowngradeReason::ALL.len()],
+    pub(super) detours_by: [[u64; DowngradeReason::ALL.len()]; DETOURS.len()],
+    /// Times that a byte test found a pair of NICs unfit.
+    pub pairs_refuted: u64,
     /// Times the driver task ran.
     pub driver_turns: u64,
     /// Times a blocking caller drove the shard.
@@ -58,6 +60,9 @@ pub struct Statistics {
     pub lanes_open: u64,
 }
 
+/// From which transport to which an automatic choice can be a downgrade.
+const DETOURS: [(Via, Via); 3] = [(Via::Shm, Via::Tcp), (Via::Rdma, Via::Tcp), (Via::Shm, Via::Rdma)];
+
 /// Why an automatic choice took less than the best transport that both sides share.
 ///
 /// ```
@@ -71,11 +76,13 @@ pub enum DowngradeReason {
     Connecting,
     /// It cannot be connected: dialling failed, or the peer, who alone can dial, has not.
     Unreachable,
+    /// A byte test found that no pair of NICs moves right bytes, or one of them does not.
+    Refuted,
 }
 
 impl DowngradeReason {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Connecting, Self::Unreachable];
+    pub const ALL: [Self; 3] = [Self::Connecting, Self::Unreachable, Self::Refuted];
 
     /// The label of the metric.
     #[must_use]
@@ -83,6 +90,7 @@ impl DowngradeReason {
         match self {
             Self::Connecting => "connecting",
             Self::Unreachable => "unreachable",
+            Self::Refuted => "byte-test",
         }
     }
 }
@@ -107,23 +115,20 @@ pub struct Downgrade {
 }
 
 impl Statistics {
-    /// Automatic choices below the best shared transport, all that there can be: from shm to tcp.
+    /// Automatic choices below the best shared transport, all that there can be.
     pub fn downgrades(&self) -> impl Iterator<Item = Downgrade> + use<> {
-        let counts = self.detours_by;
-        DowngradeReason::ALL.into_iter().zip(counts).map(|(reason, count)| Downgrade {
-            from: Via::Shm,
-            to: Via::Tcp,
-            reason,
-            count,
+        DETOURS.into_iter().zip(self.detours_by).flat_map(|((from, to), counts)| {
+            let of_reason = DowngradeReason::ALL.into_iter().zip(counts);
+            of_reason.map(move |(reason, count)| Downgrade { from, to, reason, count })
         })
     }
 
-    pub(super) fn on_detour(&mut self, reason: DowngradeReason) {
+    pub(super) fn on_detour(&mut self, from: Via, to: Via, reason: DowngradeReason) {
         self.detours += 1;
-        if let Some((_, count)) =
-            DowngradeReason::ALL.iter().zip(&mut self.detours_by).find(|(known, _)| **known == reason)
-        {
-            *count += 1;
+        let way = DETOURS.iter().position(|detour| *detour == (from, to));
+        let why = DowngradeReason::ALL.iter().position(|known| *known == reason);
+        if let (Some(way), Some(why)) = (way, why) {
+            self.detours_by[way][why] += 1;
         }
     }
 }
@@ -153,8 +158,12 @@ pub struct Explanation {
     /// Slices posted again.
     pub retries: u32,
     /// The paths considered, and the slices that went over each; of the first peer of the batch. Paths below 8 are the
-    /// lanes that were dialled here, the others those of the peer; from the fifth on they are of shared memory.
+    /// lanes that were dialled here, the others those of the peer.
     pub paths: Considered,
+    /// Where each path leads that was ever open.
+    pub ends: Vec<(PathId, PathEnd)>,
+    /// The first peer of the batch.
+    pub(super) peer: Handle,
     /// From submission to its end; `None` while it runs.
     pub elapsed: Option<Duration>,
     /// How it ended, by the first request that failed; `Done` if none did.
@@ -173,9 +182,11 @@ impl std::fmt::Display for Explanation {
             None => write!(f, "never left the queue, ")?,
         }
         for (path, verdict, slices) in self.paths.paths() {
-            let (side, index) = lane_of(path);
-            let whose = if side == LaneSide::Dialed { "our" } else { "their" };
-            write!(f, "{whose} lane {index}: {slices} slices, {verdict}; ")?;
+            write!(f, "{}", paths::name(path))?;
+            if let Some((_, end)) = self.ends.iter().find(|(known, _)| *known == path) {
+                write!(f, " ({end})")?;
+            }
+            write!(f, ": {slices} slices, {verdict}; ")?;
         }
         match (&self.status, self.elapsed) {
             (Status::Failed(failure), Some(elapsed)) => write!(f, "failed after {elapsed}: {failure}"),

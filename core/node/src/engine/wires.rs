@@ -67,7 +67,7 @@ impl<R: Runtime> Engine<R> {
             .map_err(|refusal| AdoptError { why: refusal.to_string() })?;
         let end = End::Own(connection);
         let (side, permit) = (LaneSide::Accepted, Permit::default());
-        let lane = NewLane { end, via: Via::Tcp, side, index, generation, permit };
+        let lane = NewLane { end, via: Via::Tcp, side, index, generation, permit, at: None };
         lanes::adopt_accepted(&self.core, &call.from, lane).map_err(|why| AdoptError { why })?;
         Ok(())
     }
@@ -91,7 +91,7 @@ pub(super) async fn dial<R: Runtime>(
         if expected.is_some_and(|node| node != answered.identity.node) { Err(another()) } else { Ok(answered) }
     });
     let Answered { identity, connection } = answered.map_err(|source| SessionError::Connect { peer, source })?;
-    let Call { index, generation, .. } = call;
-    let (side, permit) = (LaneSide::Dialed, Permit::default());
-    Ok((identity, NewLane { end: End::Own(connection), via: Via::Tcp, side, index, generation, permit }))
+    let Call { to, index, generation, .. } = call;
+    let (end, side, permit, at) = (End::Own(connection), LaneSide::Dialed, Permit::default(), Some(to));
+    Ok((identity, NewLane { end, via: Via::Tcp, side, index, generation, permit, at }))
 }

@@ -11,7 +11,7 @@ use millpond_core::batch::Extent;
 use millpond_core::quiet::Far;
 use millpond_core::slab::Handle;
 use millpond_core::time::Instant;
-use millpond_core::transfer::{self, Limits, Load};
+use millpond_core::transfer::{self, Limits, Load, PathId};
 use millpond_hal::fabric;
 
 use super::batch::{Arrival, Batch, RawRange, Request, Settings, Via};
@@ -39,8 +39,8 @@ pub(super) struct Work {
     pub(super) jobs: u32,
     pub(super) retries: u32,
     pub(super) used: Option<Via>,
-    /// What the scheduler thought of its first peer's paths.
-    pub(super) considered: Option<Considered>,
+    /// What the scheduler thought of its first peer's paths, and who that is.
+    pub(super) considered: Option<(Handle, Considered)>,
     /// The arrival, while it still has to be announced by a job of its own.
     pub(super) arrival: Option<Arrival>,
 }
@@ -79,6 +79,7 @@ pub(super) struct Part {
 pub(super) struct Posted {
     pub(super) ticket: fabric::Ticket,
     pub(super) posting: transfer::Posting,
+    pub(super) path: PathId,
 }
 
 /// (A part of) one request.

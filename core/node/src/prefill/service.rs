@@ -135,12 +135,7 @@ async fn peer_of<R: Runtime>(
         return Ok(own);
     }
     let unreachable = |detail: String| Refusal::new(Reason::Unavailable, detail);
-    let target = Target::parse(address).map_err(|error| malformed(error.to_string()))?;
-    let addresses = by(engine.runtime(), deadline, target.resolve(engine.runtime())).await;
-    let addresses =
-        addresses.map_err(|error| unreachable(error.to_string()))?.map_err(|error| unreachable(error.to_string()))?;
-    if addresses.is_empty() {
-        return Err(unreachable(format!("{address} has no address")));
-    }
-    engine.open_any(&addresses).await.map_err(|error| unreachable(error.to_string()))
+    Target::parse(address).map_err(|error| malformed(error.to_string()))?;
+    let opened = by(engine.runtime(), deadline, engine.open_named(address)).await;
+    opened.map_err(|error| unreachable(error.to_string()))?.map_err(|error| unreachable(error.to_string()))
 }

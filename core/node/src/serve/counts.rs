@@ -11,7 +11,7 @@ use crate::runtime::Runtime;
 
 type Read<T> = fn(&T) -> u64;
 
-const ENGINE_TOTALS: [(&str, &str, Read<Statistics>); 9] = [
+const ENGINE_TOTALS: [(&str, &str, Read<Statistics>); 10] = [
     ("millpond_transfers_started_total", "Batches that the engine accepted.", |s| s.transfers_started),
     ("millpond_transfers_done_total", "Batches of which every request was done.", |s| s.transfers_done),
     ("millpond_transfers_failed_total", "Batches of which some request failed.", |s| s.transfers_failed),
@@ -21,6 +21,7 @@ const ENGINE_TOTALS: [(&str, &str, Read<Statistics>); 9] = [
     ("millpond_transfer_retries_total", "Requests posted again over another lane or path.", |s| s.retries),
     ("millpond_lanes_opened_total", "Lanes dialled and accepted.", |s| s.lanes_dialled + s.lanes_accepted),
     ("millpond_lanes_lost_total", "Lanes that ended.", |s| s.lanes_lost),
+    ("millpond_nic_pairs_refuted_total", "Byte tests that found a pair of NICs unfit.", |s| s.pairs_refuted),
 ];
 
 /// Automatic choices below the best path; `status` shows those that are not zero.

@@ -2,13 +2,18 @@
 
 use std::path::PathBuf;
 
-use millpond_core::topology::{Filter, Inventory, Matrix, Nic, Row, Scope, Why};
-use millpond_hal::probe::{Machine, Roots, matrix};
+use millpond_core::topology::{Inventory, Matrix, Nic, Row, Why};
+use millpond_hal::backend::open_nic;
+use millpond_hal::backend::rdma::RdmaOptions;
+use millpond_hal::probe::matrix;
 use serde_json::{Value, json};
 
 use super::{Finding, Row as Line};
 use crate::cli::failure::Failure;
 use crate::cli::store_cmds::{Exit, Output};
+use crate::config::NicChoice;
+use crate::engine::OwnNic;
+use crate::topology;
 
 /// How the topology is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -34,84 +39,89 @@ pub(super) struct Choice {
 }
 
 /// This machine, with its matrix.
-pub(super) struct Topology {
-    machine: Machine,
-    matrix: Matrix<Box<[Row]>>,
+pub(super) struct Topology(topology::Topology);
+
+impl From<&Choice> for NicChoice {
+    fn from(choice: &Choice) -> Self {
+        Self { allow: choice.nic_allow.clone(), deny: choice.nic_deny.clone(), matrix: choice.matrix.clone() }
+    }
 }
 
 impl Topology {
     pub(super) fn read(choice: &Choice) -> Result<Self, Failure> {
-        Self::of(Machine::read(&Roots::default()), choice)
+        let read = topology::Topology::read(&choice.into()).map_err(|error| Failure::Said(error.why))?;
+        Ok(Self(read))
     }
 
-    fn of(mut machine: Machine, choice: &Choice) -> Result<Self, Failure> {
-        let said = |error: &dyn std::fmt::Display| Failure::Said(error.to_string());
-        let allow: Vec<&str> = choice.nic_allow.iter().map(String::as_str).collect();
-        let deny: Vec<&str> = choice.nic_deny.iter().map(String::as_str).collect();
-        Filter { allow: &allow, deny: &deny }.apply(&mut machine.nics).map_err(|error| said(&error))?;
-        let inventory = machine.inventory();
-        let matrix = match &choice.matrix {
-            Some(path) => {
-                let read = std::fs::read_to_string(path);
-                let text = read.map_err(|error| said(&format_args!("{}: {error}", path.display())))?;
-                matrix::parse(&text, &inventory).map_err(|error| said(&format_args!("{}: {error}", path.display())))?
-            }
-            None => {
-                let rows = vec![Row::EMPTY; machine.rows()].into_boxed_slice();
-                Matrix::discover(&inventory, Scope::best(&inventory), rows).map_err(|error| said(&error))?
-            }
-        };
-        Ok(Self { machine, matrix })
-    }
-
-    /// Whether there is something for RDMA to run over.
+    /// Whether there is something for RDMA to run over, and whether this program can.
     pub(super) fn rdma(&self) -> Line {
-        let devices = self.machine.nics.iter().filter(|nic| nic.medium.is_rdma());
-        let names: Vec<&str> = devices.map(|nic| nic.name.as_str()).collect();
-        match names.is_empty() {
-            true => ("rdma", Finding::Note, "not used: this machine has no RDMA device".into()),
-            false => {
-                ("rdma", Finding::Note, format!("not used: this version moves no bytes over {}", names.join(", ")))
+        let all = self.0.machine.nics.iter().filter(|nic| nic.medium.is_rdma());
+        let names: Vec<&str> = all.map(|nic| nic.name.as_str()).collect();
+        let usable = self.0.rdma_names();
+        if names.is_empty() {
+            return ("rdma", Finding::Note, "not used: this machine has no RDMA device".into());
+        }
+        if usable.is_empty() {
+            let text = format!("not used: none of {} may be; the reasons are below", names.join(", "));
+            return ("rdma", Finding::Note, text);
+        }
+        let tried = usable.iter().map(|(name, _)| match open_nic(name, RdmaOptions::default()) {
+            Ok(_) => Ok(*name),
+            Err(error) => Err(format!("{name}: {error}")),
+        });
+        let (opened, refused): (Vec<_>, Vec<_>) = tried.partition(Result::is_ok);
+        let opened: Vec<&str> = opened.into_iter().flatten().collect();
+        let refused: Vec<String> = refused.into_iter().filter_map(Result::err).collect();
+        match (opened.is_empty(), refused.is_empty()) {
+            (true, _) => ("rdma", Finding::Note, format!("not used: {}", refused.join("; "))),
+            (false, true) => ("rdma", Finding::Good, format!("opened: {}", opened.join(", "))),
+            (false, false) => {
+                ("rdma", Finding::Note, format!("opened: {}; not used: {}", opened.join(", "), refused.join("; ")))
             }
         }
     }
 
+    /// The RDMA devices that can be used, opened for one end of a test.
+    pub(super) fn nics(&self) -> Vec<OwnNic> {
+        self.0.open_nics()
+    }
+
     /// What is there, a line for each NIC and GPU, and one for each place with the NICs that it prefers.
     pub(super) fn lines(&self) -> Vec<Line> {
-        let inventory = self.machine.inventory();
-        let nics = self.machine.nics.iter().map(nic);
-        let gpus = self.machine.gpus.iter().map(|gpu| {
+        let inventory = self.0.machine.inventory();
+        let nics = self.0.machine.nics.iter().map(nic);
+        let gpus = self.0.machine.gpus.iter().map(|gpu| {
             let text = "not used: this version keeps KV in host memory";
             ("gpu", Finding::Note, format!("{} at {}, driver {}: {text}", gpu.place, gpu.pci, gpu.driver))
         });
-        let no_gpu = self.machine.gpus.is_empty();
+        let no_gpu = self.0.machine.gpus.is_empty();
         let none = no_gpu.then(|| ("gpu", Finding::Note, "this machine has no GPU with a driver".to_owned()));
-        let notes = self.machine.notes.iter().map(|note| ("topology", Finding::Note, note.clone()));
-        let places = self.matrix.rows().iter().map(|row| place(&self.matrix, &inventory, row));
+        let notes = self.0.machine.notes.iter().map(|note| ("topology", Finding::Note, note.clone()));
+        let places = self.0.matrix.rows().iter().map(|row| place(&self.0.matrix, &inventory, row));
         nics.chain(gpus).chain(none).chain(notes).chain(places).collect()
     }
 
     /// Every place with every NIC, and why the NIC stands where it does.
     pub(super) fn show(&self, form: Form, output: &mut Output<'_>) -> Result<Exit, Failure> {
-        let inventory = self.machine.inventory();
+        let inventory = self.0.machine.inventory();
         if form == Form::Json {
-            let text = matrix::print(&self.matrix, &inventory);
+            let text = matrix::print(&self.0.matrix, &inventory);
             let value: Value = serde_json::from_str(&text).map_err(|error| Failure::Said(error.to_string()))?;
             output.line(&text, value)?;
             return Ok(Exit::Done);
         }
-        for (_, finding, text) in self.machine.nics.iter().map(nic) {
+        for (_, finding, text) in self.0.machine.nics.iter().map(nic) {
             output.line(&format!("nic       {text}"), json!({"nic": text, "finding": finding.name()}))?;
         }
-        for note in &self.machine.notes {
+        for note in &self.0.machine.notes {
             output.line(&format!("note      {note}"), json!({"note": note}))?;
         }
-        for row in self.matrix.rows() {
+        for row in self.0.matrix.rows() {
             let order = row.preferred().iter().chain(row.available()).copied();
             let count = u8::try_from(inventory.nics.len()).unwrap_or(u8::MAX);
             let unused = (0..count).filter(|nic| !row.preferred().contains(nic) && !row.available().contains(nic));
             for index in order.chain(unused) {
-                let why = self.matrix.why(&inventory, row, index);
+                let why = self.0.matrix.why(&inventory, row, index);
                 let name = inventory.nics[usize::from(index)].name;
                 let (place, verdict) = (row.place(), why.verdict());
                 output.line(
@@ -161,6 +171,7 @@ fn place(matrix: &Matrix<Box<[Row]>>, inventory: &Inventory<'_>, row: &Row) -> L
 #[cfg(test)]
 mod tests {
     use millpond_core::topology::{At, Medium, PciPath, Place, Spot, Unfit};
+    use millpond_hal::probe::Machine;
 
     use super::*;
     use crate::cli::store_cmds::Format;
@@ -178,10 +189,16 @@ mod tests {
         Machine { nics, spots, ..Machine::default() }
     }
 
+    impl Topology {
+        fn of(choice: &Choice) -> Self {
+            Self(topology::Topology::of(machine(), &choice.into()).unwrap())
+        }
+    }
+
     fn shown(choice: &Choice, form: Form) -> String {
         let mut bytes = Vec::new();
         let mut output = Output { writer: &mut bytes, format: Format::Text };
-        Topology::of(machine(), choice).unwrap().show(form, &mut output).unwrap();
+        Topology::of(choice).show(form, &mut output).unwrap();
         String::from_utf8(bytes).unwrap()
     }
 
@@ -210,7 +227,7 @@ mod tests {
     #[test]
     fn an_allowed_nic_that_is_not_there_is_an_error() {
         let choice = Choice { nic_allow: vec!["mlx5_9".to_owned()], ..Choice::default() };
-        let error = Topology::of(machine(), &choice).err().expect("refused").to_string();
+        let error = topology::Topology::of(machine(), &(&choice).into()).unwrap_err().to_string();
         assert!(error.contains("mlx5_9, which this machine does not have"), "{error}");
     }
 }

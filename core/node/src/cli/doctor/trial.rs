@@ -7,7 +7,7 @@ use millpond_core::slab::{Handle, Slot};
 use millpond_core::time::Duration;
 use millpond_core::topology::{Direction, Ended, Path, TRIAL_LEN, TRIAL_MARGIN, Trial, Trials, Verdict};
 
-use crate::engine::{Backing, Batch, Engine, Options, Peer, RegionBuf, Via};
+use crate::engine::{Backing, Batch, Engine, Options, OwnNic, Peer, RegionBuf, Via};
 use crate::node;
 use crate::runtime::{Runtime, Stop};
 
@@ -18,13 +18,15 @@ pub(super) fn said(error: impl ToString) -> String {
     error.to_string()
 }
 
-/// Whether random bytes go over `via` both ways unchanged, in words.
-pub(super) async fn run<R: Runtime>(runtime: &R, via: Via) -> Result<String, String> {
-    let engine = |name: &str| {
-        let identity = node::identity(name, None).map_err(said)?;
-        Engine::start(runtime.clone(), Options::new(identity)).map_err(said)
+/// Whether random bytes go over `via` both ways unchanged, in words. `nics`: of either end, opened for it.
+pub(super) async fn run<R: Runtime>(runtime: &R, via: Via, nics: [Vec<OwnNic>; 2]) -> Result<String, String> {
+    let engine = |name: &str, nics| {
+        let mut options = Options::new(node::identity(name, None).map_err(said)?);
+        options.nics = nics;
+        Engine::start(runtime.clone(), options).map_err(said)
     };
-    let ends = Ends { near: engine("doctor: near")?, far: engine("doctor: far")?, via };
+    let [near, far] = nics;
+    let ends = Ends { near: engine("doctor: near", near)?, far: engine("doctor: far", far)?, via };
     let stop = Stop::new();
     let ending = ends.test(runtime, &stop).await;
     stop.stop();
