@@ -81,7 +81,10 @@ impl Topology {
     /// The RDMA devices that host memory may use, those first that a NUMA node prefers; with whether one does.
     #[must_use]
     pub fn rdma_names(&self) -> Vec<(&str, bool)> {
-        let rows = || self.matrix.rows().iter().filter(|row| matches!(row.place().word(), "cpu" | "*"));
+        // The row for all other places counts where no NUMA node has one of its own.
+        let has_nodes = self.matrix.rows().iter().any(|row| row.place().word() == "cpu");
+        let word = if has_nodes { "cpu" } else { "*" };
+        let rows = || self.matrix.rows().iter().filter(|row| row.place().word() == word);
         let (mut names, nics) = (Vec::new(), &self.machine.nics);
         let preferred = rows().flat_map(|row| row.preferred()).map(|nic| (nic, true));
         for (nic, is_preferred) in preferred.chain(rows().flat_map(|row| row.available()).map(|nic| (nic, false))) {
