@@ -19,7 +19,7 @@ mod tests;
 pub mod trace;
 
 pub use self::memory::INSTANCES_MAX;
-pub use self::outcome::{Fate, Load, Outcome, Served, TenantUse};
+pub use self::outcome::{Fate, Load, Outcome, Served, TenantUse, percentile};
 pub use self::setup::{Baseline, Setup, SetupError, Tenant};
 
 /// Sends a trace through a cluster.

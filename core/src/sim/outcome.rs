@@ -142,13 +142,25 @@ impl Outcome {
     /// A percentile (0 to 100) of the time to the first token of those that were served.
     #[must_use]
     pub fn ttft_percentile(&self, percent: f64) -> Duration {
-        percentile(self.answered().map(|one| one.ttft).collect(), percent)
+        percentile(&self.ttfts(), percent)
+    }
+
+    /// The times to the first token of those that were served, the shortest first.
+    #[must_use]
+    pub fn ttfts(&self) -> Vec<Duration> {
+        sorted(self.answered().map(|one| one.ttft))
     }
 
     /// A percentile (0 to 100) of the TBT of those that were served and have more than one token.
     #[must_use]
     pub fn tbt_percentile(&self, percent: f64) -> Duration {
-        percentile(self.answered().filter(|one| one.output > 1).map(|one| one.tbt).collect(), percent)
+        percentile(&self.tbts(), percent)
+    }
+
+    /// The TBTs of those that were served and have more than one token, the shortest first.
+    #[must_use]
+    pub fn tbts(&self) -> Vec<Duration> {
+        sorted(self.answered().filter(|one| one.output > 1).map(|one| one.tbt))
     }
 
     /// Share of the prompts' blocks, in percent, that were reused, of those that were computed.
@@ -214,9 +226,22 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
     if count > 0.0 { sum / count } else { 0.0 }
 }
 
-#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // floats saturate
-fn percentile(mut values: Vec<Duration>, percent: f64) -> Duration {
+fn sorted(values: impl Iterator<Item = Duration>) -> Vec<Duration> {
+    let mut values: Vec<Duration> = values.collect();
     values.sort_unstable();
+    values
+}
+
+/// A percentile (0 to 100) of values in ascending order, by nearest rank; zero of none.
+///
+/// ```
+/// use millpond_core::{sim::percentile, time::Duration};
+/// let values = [1, 2, 3, 4].map(Duration::from_secs);
+/// assert_eq!(percentile(&values, 50.0), Duration::from_secs(2));
+/// ```
+#[must_use]
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // floats saturate
+pub fn percentile(values: &[Duration], percent: f64) -> Duration {
     let place = libm::ceil(values.len() as f64 * percent / 100.0) as usize;
     values.get(place.clamp(1, values.len().max(1)) - 1).copied().unwrap_or_default()
 }

@@ -111,8 +111,6 @@ impl World {
         options.progress_deadline = PROGRESS_DEADLINE;
         options.connect_deadline = CONNECT_DEADLINE;
         options.window = self.window;
-        // Under virtual time a spin never ends.
-        options.spin = Duration::ZERO;
         (options.transfers_max, options.peers_max) = (64, 64);
         let runtime = self.runtime.of_node(node);
         let (net, members, random) = (self.net.clone(), Arc::clone(&self.members), Arc::clone(&self.random));

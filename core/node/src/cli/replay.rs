@@ -14,6 +14,8 @@ mod tests;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 
+use futures::StreamExt;
+use futures::channel::mpsc;
 use millpond_core::evict::Kind;
 use millpond_core::sched::{admission, placement};
 use millpond_core::sim::cache::Eviction;
@@ -22,6 +24,7 @@ use millpond_core::sim::{Baseline, Setup};
 use millpond_core::time::Duration;
 
 use super::failure::Failure;
+use super::progress::Bar;
 use super::store_cmds::{Exit, Format, Output};
 use chart::number;
 
@@ -206,6 +209,30 @@ impl Args {
             setup,
         })
     }
+}
+
+/// Does all of `jobs`, as many at once as there are cores, under a progress bar; what each came to, in their order.
+async fn in_parallel<T: Send + 'static>(jobs: Vec<impl FnOnce() -> T + Send + 'static>) -> Result<Vec<T>, Failure> {
+    let (done, mut results) = mpsc::unbounded();
+    let bar = Bar::new(jobs.len());
+    let mut found: Vec<Option<T>> = jobs.iter().map(|_| None).collect();
+    for (at, job) in jobs.into_iter().enumerate() {
+        let done = done.clone();
+        // Nobody listens any more once the command was interrupted.
+        rayon::spawn(move || drop(done.unbounded_send((at, job()))));
+    }
+    drop(done);
+    while let Some((at, result)) = results.next().await {
+        found[at] = Some(result);
+        bar.step();
+    }
+    let found: Option<Vec<T>> = found.into_iter().collect();
+    found.ok_or_else(|| Failure::Said("a replay ended without its result; this is our bug".to_owned()))
+}
+
+/// Four decimals: enough to compare, few enough to read.
+fn rounded(value: f64) -> f64 {
+    (value * 1e4).round() / 1e4
 }
 
 /// What a trace is made of.

@@ -132,9 +132,11 @@ impl<R: Runtime> Engine<R> {
         Self::start_with(runtime, options, None)
     }
 
-    /// The same over a network of the caller's own in place of TCP, and without shared memory.
+    /// The same over a network of the caller's own in place of TCP, without shared memory, and without spinning: on a clock
+    /// that only goes on while the engine sleeps a spin never ends.
     pub fn start_over(runtime: R, mut options: Options, wires: Arc<dyn Wires>) -> Result<Self, StartError> {
         options.transports = vec![Via::Local, Via::Tcp];
+        options.spin = Duration::ZERO;
         Self::start_with(runtime, options, Some(wires))
     }
 

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use millpond_core::time::Duration;
 
 use super::TcpOptions;
-use super::tests::{LINK, Node, checksummed, fill, finish, tcp_pair, unix_pair};
+use super::tests::{LINK, Node, checksummed, every_size_arrives_both_ways, fill, finish, tcp_pair, unix_pair};
 use super::toy::Toy;
 use crate::contract::{Access, Connection, Device, End, LaneSide, LinkDownReason, Outcome, Refusal, Transport};
 
@@ -153,19 +153,7 @@ fn bytes_of_every_size_arrive_both_ways_under_a_cipher() {
         let (a, b) = pair();
         secure(&mut left, a, LaneSide::Dialed);
         secure(&mut right, b, LaneSide::Accepted);
-        for len in [0usize, 1, 7, 4096, 16_384, 16_385, 65_537, 1 << 20, 11 << 20] {
-            fill(left.bytes(0, len), len as u64);
-            let moves = vec![left.posted(0, 64, len as u64, Access::Write)];
-            let ticket = left.post(moves, None);
-            assert_eq!(finish(&mut left, &mut right, ticket), Outcome::DONE, "write of {len}");
-            let sent = left.bytes(0, len).to_vec();
-            assert_eq!(right.bytes(64, len), sent, "write of {len}");
-            let moves = vec![left.posted(12 << 20, 64, len as u64, Access::Read)];
-            let ticket = left.post(moves, None);
-            assert_eq!(finish(&mut left, &mut right, ticket), Outcome::DONE, "read of {len}");
-            assert_eq!(left.bytes(12 << 20, len), sent, "read of {len}");
-        }
-        assert!(left.owner.down.is_empty() && right.owner.down.is_empty());
+        every_size_arrives_both_ways(&mut left, &mut right);
         assert_eq!(left.device.name(), "tcp");
     }
 }

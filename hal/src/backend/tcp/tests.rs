@@ -209,23 +209,27 @@ fn bytes_of_every_size_arrive_both_ways_with_and_without_checksums() {
             let (a, b) = pair();
             left.open(LINK, a, &[]);
             right.open(LINK, b, &[]);
-            for (round, len) in
-                [0usize, 1, 7, 4096, 8191, 8192, 65_537, 1 << 20, (4 << 20) + 1, 11 << 20].into_iter().enumerate()
-            {
-                fill(left.bytes(0, len), round as u64);
-                let moves = vec![left.posted(0, 64, len as u64, Access::Write)];
-                let ticket = left.post(moves, None);
-                assert_eq!(finish(&mut left, &mut right, ticket), Outcome::DONE, "write of {len}");
-                let sent = left.bytes(0, len).to_vec();
-                assert_eq!(right.bytes(64, len), sent, "write of {len}");
-                let moves = vec![left.posted(12 << 20, 64, len as u64, Access::Read)];
-                let ticket = left.post(moves, None);
-                assert_eq!(finish(&mut left, &mut right, ticket), Outcome::DONE, "read of {len}");
-                assert_eq!(left.bytes(12 << 20, len), sent, "read of {len}");
-            }
-            assert!(left.owner.down.is_empty() && right.owner.down.is_empty());
+            every_size_arrives_both_ways(&mut left, &mut right);
         }
     }
+}
+
+/// Writes and reads on an open link between nodes of 24 MiB.
+pub(super) fn every_size_arrives_both_ways(left: &mut Node, right: &mut Node) {
+    let lens = [0usize, 1, 7, 4096, 8191, 8192, 16_384, 16_385, 65_537, 1 << 20, (4 << 20) + 1, 11 << 20];
+    for (round, len) in lens.into_iter().enumerate() {
+        fill(left.bytes(0, len), round as u64);
+        let moves = vec![left.posted(0, 64, len as u64, Access::Write)];
+        let ticket = left.post(moves, None);
+        assert_eq!(finish(left, right, ticket), Outcome::DONE, "write of {len}");
+        let sent = left.bytes(0, len).to_vec();
+        assert_eq!(right.bytes(64, len), sent, "write of {len}");
+        let moves = vec![left.posted(12 << 20, 64, len as u64, Access::Read)];
+        let ticket = left.post(moves, None);
+        assert_eq!(finish(left, right, ticket), Outcome::DONE, "read of {len}");
+        assert_eq!(left.bytes(12 << 20, len), sent, "read of {len}");
+    }
+    assert!(left.owner.down.is_empty() && right.owner.down.is_empty());
 }
 
 #[test]

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use futures::StreamExt;
-use futures::channel::mpsc;
 use millpond_core::sched::cost::{Profile, Work};
 use millpond_core::sim::cache::{Eviction, Hits, replay};
 use millpond_core::sim::trace::Trace;
@@ -11,9 +9,8 @@ use serde_json::json;
 
 use super::chart::{Axis, Chart, Scale, Series, number};
 use super::report::{Section, Table};
-use super::{Capacity, Named};
+use super::{Capacity, Named, in_parallel, rounded};
 use crate::cli::failure::Failure;
-use crate::cli::progress::Bar;
 use crate::cli::store_cmds::{Format, Output};
 
 /// What one policy found with one capacity.
@@ -37,22 +34,12 @@ pub(super) struct Cells {
 /// Replays the trace with each policy and capacity, as many at once as there are cores.
 pub(super) async fn run(trace: &Arc<Trace>, policies: &[Named], capacities: &[Capacity]) -> Result<Cells, Failure> {
     let policies: Vec<Eviction> = policies.iter().map(|named| named.0).collect();
-    let count = policies.len() * capacities.len();
-    let (done, mut results) = mpsc::unbounded();
     let each = policies.iter().flat_map(|policy| capacities.iter().map(move |capacity| (*policy, *capacity)));
-    for (at, (policy, capacity)) in each.enumerate() {
-        let (trace, done) = (Arc::clone(trace), done.clone());
-        // Nobody listens any more once the command was interrupted.
-        rayon::spawn(move || drop(done.unbounded_send((at, cell(&trace, policy, capacity)))));
-    }
-    drop(done);
-    let (bar, mut cells) = (Bar::new(count), vec![None; count]);
-    while let Some((at, cell)) = results.next().await {
-        cells[at] = Some(cell);
-        bar.step();
-    }
-    let cells: Option<Vec<Cell>> = cells.into_iter().collect();
-    let cells = cells.ok_or_else(|| Failure::Said("a replay ended without its result; this is our bug".to_owned()))?;
+    let each = each.map(|(policy, capacity)| {
+        let trace = Arc::clone(trace);
+        move || cell(&trace, policy, capacity)
+    });
+    let cells = in_parallel(each.collect()).await?;
     let (requests, prefill) = (trace.requests(), Profile::default().prefill);
     let uncached =
         requests.iter().map(|request| prefill.seconds(Work::of_prompt(request.input_tokens, 0))).sum::<f64>();
@@ -162,9 +149,4 @@ impl Cells {
 
 fn shown(capacity: Capacity) -> String {
     capacity.map_or("no limit".to_owned(), |blocks| number(f64::from(u32::from(blocks))))
-}
-
-/// Four decimals: enough to compare, few enough to read.
-fn rounded(value: f64) -> f64 {
-    (value * 1e4).round() / 1e4
 }

@@ -2,18 +2,16 @@
 
 use std::sync::Arc;
 
-use futures::StreamExt;
-use futures::channel::mpsc;
 use millpond_core::sched::{admission, placement};
 use millpond_core::sim::trace::{BLOCK_TOKENS, Trace};
-use millpond_core::sim::{Baseline, Fate, Outcome, Setup, run as simulate};
+use millpond_core::sim::{Baseline, Fate, Outcome, Setup, percentile, run as simulate};
 use millpond_core::time::Duration;
 use serde_json::json;
 
 use super::chart::{Axis, Chart, Scale, Series, number};
 use super::report::{Section, Table};
+use super::{in_parallel, rounded};
 use crate::cli::failure::Failure;
-use crate::cli::progress::Bar;
 use crate::cli::store_cmds::{Format, Output};
 
 /// Points of a line over time.
@@ -75,24 +73,16 @@ pub(super) async fn run(trace: &Arc<Trace>, plan: &Plan) -> Result<Runs, Failure
     plan.setup.check().map_err(|error| Failure::Usage(error.to_string()))?;
     let setups = setups(plan);
     let seeds = usize::try_from(plan.seeds).unwrap_or(usize::MAX);
-    let (done, mut results) = mpsc::unbounded();
-    for (at, (case, setup)) in setups.iter().enumerate() {
-        for seed in 0..seeds {
-            let (trace, mut setup, done) = (Arc::clone(trace), setup.clone(), done.clone());
-            setup.seed = seed as u64 + 1;
+    let each = setups.iter().flat_map(|(case, setup)| {
+        (1..=plan.seeds).map(|seed| {
+            let (trace, mut setup) = (Arc::clone(trace), setup.clone());
+            setup.seed = seed;
             let (jitter, speed) = (plan.jitter, case.speed);
-            // Nobody listens any more once the command was interrupted.
-            rayon::spawn(move || drop(done.unbounded_send((at, seed, one(&trace, &setup, jitter, speed)))));
-        }
-    }
-    drop(done);
-    let (bar, mut found) = (Bar::new(setups.len() * seeds), vec![vec![None; seeds]; setups.len()]);
-    while let Some((case, seed, one)) = results.next().await {
-        found[case][seed] = Some(one);
-        bar.step();
-    }
-    let found: Option<Vec<Vec<Found>>> = found.into_iter().map(|seeds| seeds.into_iter().collect()).collect();
-    let found = found.ok_or_else(|| Failure::Said("a replay ended without its result; this is our bug".to_owned()))?;
+            move || one(&trace, &setup, jitter, speed)
+        })
+    });
+    let found = in_parallel(each.collect()).await?;
+    let found = found.chunks(seeds).map(<[Found]>::to_vec).collect();
     let Setup { prefill, decode, coupled, .. } = plan.setup;
     let cluster = match coupled {
         0 => format!("{prefill} prefill and {decode} decode nodes"),
@@ -135,8 +125,11 @@ fn one(trace: &Trace, setup: &Setup, jitter: Duration, speed: f64) -> Found {
 impl Found {
     fn of(outcome: &Outcome, sample_s: f64) -> Self {
         let count = |fate| outcome.count(fate);
-        let millis = |span: Duration| span.as_secs_f64() * 1e3;
-        let percents = || (1..=100).map(f64::from);
+        let (ttfts, tbts) = (outcome.ttfts(), outcome.tbts());
+        let line = |values: &[Duration], scale: f64| {
+            let percents = (1..=100).map(f64::from);
+            percents.map(|part| (percentile(values, part).as_secs_f64() * scale, part)).collect()
+        };
         let step = outcome.loads.len().div_ceil(LOAD_POINTS).max(1);
         let over_time = |load: fn(&millpond_core::sim::Load) -> f64| {
             let chunks = outcome.loads.chunks(step).enumerate();
@@ -150,11 +143,11 @@ impl Found {
             rejected_late: count(Fate::RejectedLate),
             wasted_prefill_s: outcome.wasted_prefill_s,
             ttft_mean_s: outcome.ttft_mean(),
-            ttft_p99_s: outcome.ttft_percentile(99.0).as_secs_f64(),
-            tbt_p90_ms: millis(outcome.tbt_percentile(90.0)),
+            ttft_p99_s: percentile(&ttfts, 99.0).as_secs_f64(),
+            tbt_p90_ms: percentile(&tbts, 90.0).as_secs_f64() * 1e3,
             hit_blocks_pct: outcome.hit_blocks_pct(BLOCK_TOKENS),
-            ttft: percents().map(|part| (outcome.ttft_percentile(part).as_secs_f64(), part)).collect(),
-            tbt: percents().map(|part| (millis(outcome.tbt_percentile(part)), part)).collect(),
+            ttft: line(&ttfts, 1.0),
+            tbt: line(&tbts, 1e3),
             loads: [over_time(|load| load.prefill), over_time(|load| load.decode)],
         }
     }
@@ -339,11 +332,6 @@ impl Runs {
 
 fn named(case: &Case) -> String {
     format!("{}/{}", case.policy, case.admission)
-}
-
-/// Four decimals: enough to compare, few enough to read.
-fn rounded(value: f64) -> f64 {
-    (value * 1e4).round() / 1e4
 }
 
 #[cfg(test)]
