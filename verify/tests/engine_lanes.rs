@@ -5,10 +5,12 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use futures::StreamExt;
 use millpond_core::time::Duration;
 use millpond_core::wire::hello::{HostIdentity, Identity};
 use millpond_node::engine::{Backing, Batch, Engine, Options, Peer, Statistics, Via};
-use millpond_node::runtime::{Runtime, Stop};
+use millpond_node::runtime::{Runtime, Stop, local_addr};
+use millpond_node::session::{Acceptor, Credentials, Limits, Session};
 use millpond_tokio::Tokio;
 
 fn options(node: u8) -> Options {
@@ -42,6 +44,42 @@ async fn write(from: &Engine<Tokio>, to: &Engine<Tokio>, peer: &Peer) {
     let report = from.submit(Batch::new().write(source.freeze(), remote.whole())).unwrap().await;
     assert!(report.is_done(), "{:?}", report.outcomes());
     assert_eq!(grant.close().await[0][..], [7; 64]);
+}
+
+#[test]
+fn a_lane_that_was_admitted_before_a_shutdown_is_not_taken_over_after_it() {
+    run(|runtime| async move {
+        let (here, there) = (options(51), options(52));
+        let engine = Engine::start(runtime.clone(), there.clone()).unwrap();
+        let listener = runtime.listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = local_addr(&listener).unwrap();
+        let (stop, admitting) = (Stop::new(), engine.clone());
+        let acceptor = Acceptor::new(Credentials::new(there.identity), Limits::default())
+            .with_admission(move |met| admitting.admit(met));
+        let owner = runtime.clone();
+        let (given, mut lanes) = futures::channel::mpsc::unbounded();
+        let until = stop.clone();
+        runtime.spawn(async move {
+            let give = move |session: Session<_>| given.unbounded_send(session.into_lane().unwrap()).unwrap();
+            acceptor.run(&owner, &listener, &until, give).await.unwrap();
+        });
+        let dialer = Engine::start(runtime.clone(), here).unwrap();
+        let peer = dialer.open(address).await.unwrap();
+        let lane = lanes.next().await.unwrap();
+        engine.shut_down().await;
+        let refused = engine.adopt(lane).unwrap_err();
+        assert!(refused.why.contains("shut down"), "{refused}");
+        // The dialer learns of it, by the connection that is closed.
+        until_lost(&dialer, &peer).await;
+        stop.stop();
+    });
+}
+
+/// Waits until no path to the peer is open.
+async fn until_lost(engine: &Engine<Tokio>, peer: &Peer) {
+    while engine.paths(peer).iter().any(|path| path.is_open) {
+        engine.runtime().sleep(Duration::from_millis(2)).await;
+    }
 }
 
 #[test]

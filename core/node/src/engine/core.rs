@@ -382,6 +382,11 @@ impl Core {
         self.is_shut_down.load(Ordering::SeqCst)
     }
 
+    /// Whether a link is still to be closed, after a shutdown.
+    pub(super) fn has_links(&self) -> bool {
+        self.locked(|shard| !shard.links.is_empty())
+    }
+
     /// Wakes `waker` at `deadline` or soon after.
     pub(super) fn wake_at(&self, deadline: Instant, waker: &Waker) {
         let mut timers = self.timers.lock();

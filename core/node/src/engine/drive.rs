@@ -237,14 +237,25 @@ async fn kicked(core: &Core) {
     .await;
 }
 
-/// The driver task. Ends with the engine's shutdown, or its last handle, once the transfers that were open have ended too.
+/// Whether anything is left to drive: what was open at a shutdown ends, and its links, some of which drain first.
+fn is_needed(core: &Core, links_until: &mut Option<Instant>) -> bool {
+    if !core.is_shut_down() || core.open_transfers() > 0 {
+        return true;
+    }
+    let until = *links_until.get_or_insert_with(|| core.now() + core.options.progress_deadline);
+    core.has_links() && core.now() < until
+}
+
+/// The driver task. Ends with the engine's shutdown, or its last handle, once the transfers and links that were open have
+/// ended too.
 pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
     let mut readiness: Option<R::Readiness> = None;
     let mut callers_seen = core.caller_turns.load(Relaxed);
     let mut spin_end = Instant::ZERO;
     let mut yield_at = Instant::ZERO;
     let mut turns_awake = 0;
-    while !core.is_shut_down() || core.open_transfers() > 0 {
+    let mut links_until = None;
+    while is_needed(&core, &mut links_until) {
         let next_timer = core.fire_timers(core.now());
         for wanted in core.take_wanted() {
             runtime.spawn(lanes::dial_wanted(runtime.clone(), Arc::clone(&core), wanted));

@@ -287,8 +287,9 @@ impl Shard {
         self.pump(options, now);
     }
 
-    /// Ends everything: no part is tried again.
+    /// Ends everything: no part is tried again, no link is opened. Links that have to drain end in later turns.
     pub(super) fn shut_down(&mut self, options: &Options, now: Instant) {
+        self.is_shut_down = true;
         self.brain.shut_down(now);
         self.pump(options, now);
         let mut links: Vec<LinkId> = self.links.keys().copied().collect();

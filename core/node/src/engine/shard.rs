@@ -80,6 +80,7 @@ pub(super) struct Shard {
     pub(super) outcomes: Vec<HalOutcome>,
     /// Whether a task was woken that waits for arrivals.
     pub(super) woke: bool,
+    pub(super) is_shut_down: bool,
 }
 
 struct Devices {
@@ -248,6 +249,7 @@ impl Shard {
             spare_rows: Vec::new(),
             outcomes: Vec::new(),
             woke: false,
+            is_shut_down: false,
         };
         let own = shard.own_peer(options, now)?;
         Ok((shard, own))
@@ -513,11 +515,16 @@ impl Shard {
             End::Own(connection) => connection,
         };
         let with = LinkOptions::with_progress_deadline(options.progress_deadline);
-        let link = self.fabric.open(now, device, connection, with).map_err(|error| error.to_string())?;
         let path = path_of(lane.side, lane.index).ok_or("there is no lane of that index")?;
+        let link = self.fabric.open(now, device, connection, with).map_err(|error| error.to_string())?;
         let NewLane { via, permit, side, at, .. } = lane;
         let end = PathEnd { via, at, nics: None };
-        self.enter_lane(key, path, Entering { side, via, link, permit, end, session: None }, options, now)
+        let entered =
+            self.enter_lane(key, path, Entering { side, via, link, permit, end, session: None }, options, now);
+        if entered.is_err() {
+            self.fabric.close_link(link);
+        }
+        entered
     }
 
     /// A link is a path of a peer from now on.
@@ -530,6 +537,10 @@ impl Shard {
         now: Instant,
     ) -> Result<(), String> {
         let Entering { side, via, link, permit, end, session } = lane;
+        if self.is_shut_down {
+            // It was admitted before, or dialled: nobody would end it.
+            return Err("the engine is shut down".to_owned());
+        }
         let Some(peer) = self.peers.get_mut(key) else { return Err("the peer is forgotten".to_owned()) };
         self.links.insert(link, (key, path));
         let counter = match side {
