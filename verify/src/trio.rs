@@ -182,6 +182,6 @@ async fn prefill_node<R: Runtime>(runtime: &R, store: &str, model: Arc<dyn Model
     let member = Member::bind(runtime, "trio-prefill").await;
     let role = role(&member, store, model).await;
     let services = prefill::service::methods(&role, &member.engine);
-    member.open(services.merge(decode::service::load_method(&role, None))).await;
+    member.open(services.merge(decode::service::load_method(Some(&role), None))).await;
     member
 }

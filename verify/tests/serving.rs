@@ -116,7 +116,7 @@ impl Cluster {
         let near = role(decode_pages, blocks.clone());
         let listener = runtime.listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let prefill_address = local_addr(&listener).unwrap().to_string();
-        let methods = prefill::service::methods(&far, &engine).merge(decode::service::load_method(&far, None));
+        let methods = prefill::service::methods(&far, &engine).merge(decode::service::load_method(Some(&far), None));
         let (router, owner) = (Arc::new(methods), runtime.clone());
         let halt = stop.clone();
         runtime.spawn(async move {

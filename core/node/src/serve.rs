@@ -316,15 +316,13 @@ impl<R: Runtime> Composer<'_, R> {
             Ok::<_, PoolError>(Prefill::new(runtime, model, pool, blocks, tenants, options, node.metrics()))
         };
         let mut services = rpc::Router::new();
-        if let Some(role) = &config.prefill {
-            let prefill = compute("prefill", role.memory)?;
-            services = services.merge(prefill::service::methods(&prefill, engine));
-            if config.decode.is_none() {
-                services = services.merge(decode::service::load_method(&prefill, None));
-            }
+        let prefill = config.prefill.as_ref().map(|role| compute("prefill", role.memory)).transpose()?;
+        if let Some(prefill) = &prefill {
+            services = services.merge(prefill::service::methods(prefill, engine));
         }
+        let mut decoding = None;
         if let Some(role) = &config.decode {
-            let prefill = compute("decode", role.memory)?;
+            let resuming = compute("decode", role.memory)?;
             let options = decode::Options {
                 batch_max: to_usize(role.batch_max),
                 waiting_max: to_usize(role.waiting_max),
@@ -333,10 +331,11 @@ impl<R: Runtime> Composer<'_, R> {
                 ..decode::Options::default()
             };
             let prefills = Arc::new(RpcPrefills::new(node.runtime().clone(), node.credentials()));
-            let decode = Decode::start(prefill.clone(), engine.clone(), prefills, options, node.metrics());
+            let decode = Decode::start(resuming, engine.clone(), prefills, options, node.metrics());
             services = services.merge(decode::service::methods(&decode));
-            services = services.merge(decode::service::load_method(&prefill, Some(&decode)));
+            decoding = Some(decode);
         }
+        let services = services.merge(decode::service::load_method(prefill.as_ref(), decoding.as_ref()));
         Ok((services, pools))
     }
 

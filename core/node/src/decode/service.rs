@@ -24,18 +24,21 @@ pub fn methods<R: Runtime>(decode: &Decode<R>) -> Router {
     })
 }
 
-/// Answers how busy the roles of this node are; a decode role speaks for its node.
-pub fn load_method<R: Runtime>(prefill: &Prefill<R>, decode: Option<&Decode<R>>) -> Router {
-    let (prefill, decode) = (prefill.clone(), decode.cloned());
+/// Answers how busy the roles of this node are: the prefill role, the decode role or both. A decode role speaks for its node.
+pub fn load_method<R: Runtime>(prefill: Option<&Prefill<R>>, decode: Option<&Decode<R>>) -> Router {
+    let Some(own) = decode.map(Decode::prefill).or(prefill).cloned() else { return Router::new() };
+    // A decode role computes prompts too, those that no prefill node could.
+    let beside = prefill.filter(|_| decode.is_some()).cloned();
+    let decode = decode.cloned();
     Router::new().call(METHOD_LOAD, move |_: Context, _: LoadRequest| {
-        let load = load(&prefill, decode.as_ref());
+        let load = load(&own, beside.as_ref(), decode.as_ref());
         async move { Ok::<Load, Refusal>(load) }
     })
 }
 
-fn load<R: Runtime>(prefill: &Prefill<R>, decode: Option<&Decode<R>>) -> Load {
-    let pool: &Pool = decode.map_or(prefill.pool(), Decode::pool);
-    let (prompts, waiting_tokens) = decode.map_or(prefill, Decode::prefill).load();
+fn load<R: Runtime>(own: &Prefill<R>, beside: Option<&Prefill<R>>, decode: Option<&Decode<R>>) -> Load {
+    let pool: &Pool = own.pool();
+    let (prompts, waiting_tokens) = own.load();
     let (running, waiting) = match decode {
         Some(decode) => decode.load(),
         None => (u64::from(prompts > 0), prompts.saturating_sub(1) as u64),
@@ -43,10 +46,10 @@ fn load<R: Runtime>(prefill: &Prefill<R>, decode: Option<&Decode<R>>) -> Load {
     let counts = pool.counts();
     let small = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
     Load {
-        model: prefill.card().id.clone(),
+        model: own.card().id.clone(),
         running: small(running),
         waiting: small(waiting),
-        waiting_tokens,
+        waiting_tokens: waiting_tokens + beside.map_or(0, |prefill| prefill.load().1),
         pages_free: counts.free,
         pages_total: counts.total(),
         layout: Some((*pool.layout()).into()),
