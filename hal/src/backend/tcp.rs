@@ -58,6 +58,11 @@ pub const MOVES_MAX: u32 = 1 << 16;
 const TRIED_LANES_MAX: usize = 2;
 /// The least share of a turn that a lane gets.
 const SHARE_LEN_MIN: u64 = 128 << 10;
+/// Turns in a row without a byte after which a lane that nobody here waits for is tried in every so many turns only: asking
+/// the socket costs more than all else in an idle turn, and what other lanes and devices wait for is found in such turns.
+const LIVELY_TURNS: u32 = 16;
+/// How many. Such turns are so much shorter that a byte is found about as soon.
+const QUIET_TURNS: u32 = 8;
 /// Where refused bytes are drained to.
 const NOWHERE_LEN: usize = 64 << 10;
 
@@ -287,7 +292,8 @@ impl TcpDevice {
             let slot = self.open[(self.turn_first + index) % count];
             let Some(Some(lane)) = self.lanes.get_mut(slot as usize) else { continue };
             let sends = !lane.is_blocked && lane.has_work(&mut self.tools);
-            if lane.ended.is_none() && (tries_all || lane.has_more || sends) {
+            let is_tried = tries_all && lane.is_due();
+            if lane.ended.is_none() && (is_tried || lane.has_more || sends) {
                 moved |= lane.turn(now, share, &mut self.tools, inbound);
                 if !tries_all {
                     Self::watch(&self.epoll, slot, lane);
@@ -458,6 +464,8 @@ unsafe impl Completions for TcpDevice {
             if lane.has_more || lane.ended.is_some() || sends {
                 return Wake::Now;
             }
+            // Whoever wakes for it finds it in its first turn.
+            lane.quiet_turns = 0;
             Self::watch(&self.epoll, *slot, lane);
         }
         let within = (self.next_check != Instant::NEVER).then(|| self.next_check.since(now));

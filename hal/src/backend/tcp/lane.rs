@@ -7,12 +7,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::frame::{Frame, GoodbyeReason, HEADER_LEN, Proof};
 
-use super::TcpOptions;
 use super::proof::{Guarded, Refused};
 use super::receive::{Received, Receiver};
 use super::socket;
 use super::transmit::{Flushed, Style, Tools, Transmitter};
 use super::wire::Wire;
+use super::{LIVELY_TURNS, QUIET_TURNS, TcpOptions};
 use crate::contract::{Inbound, LinkDownReason, LinkId, Post, TicketId};
 
 /// Write and read frames that a peer may have outstanding on a lane.
@@ -45,6 +45,8 @@ pub(super) struct Lane {
     ping_sent_at: Option<Instant>,
     /// That ping went before the first batch after the lane was idle.
     is_first_use: bool,
+    /// Turns in a row in which nothing came or went.
+    pub(super) quiet_turns: u32,
     seen: (u64, u64),
     asked: u64,
     ping_nonce: u64,
@@ -78,6 +80,7 @@ impl Lane {
             retires: style.retires,
             ping_sent_at: None,
             is_first_use: false,
+            quiet_turns: 0,
             seen: (0, 0),
             asked: 0,
             ping_nonce: 0,
@@ -150,6 +153,13 @@ impl Lane {
         self.tickets.retain(|id| tools.tickets.get(*id).is_some());
     }
 
+    /// Whether the socket is to be asked in this turn, which counts.
+    pub(super) fn is_due(&mut self) -> bool {
+        self.quiet_turns = self.quiet_turns.saturating_add(1);
+        let is_lively = self.quiet_turns <= LIVELY_TURNS || self.is_waited_for();
+        is_lively || self.quiet_turns.is_multiple_of(QUIET_TURNS)
+    }
+
     /// Receives, acts, sends. Says whether anything moved.
     pub(super) fn turn(&mut self, now: Instant, budget: u64, tools: &mut Tools, inbound: &mut dyn Inbound) -> bool {
         self.has_more = false;
@@ -180,6 +190,9 @@ impl Lane {
         }
         let seen = (self.into.received_len, self.into.progress + self.out.sent_len);
         let moved = seen != self.seen;
+        if moved {
+            self.quiet_turns = 0;
+        }
         if seen.0 != self.seen.0 {
             self.received_at = now;
             self.ping_sent_at = None;

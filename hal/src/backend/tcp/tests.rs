@@ -427,6 +427,27 @@ fn a_peer_that_does_not_move_ends_the_lane_at_the_deadline_and_not_before() {
 }
 
 #[test]
+fn a_lane_that_was_quiet_for_long_is_heard_within_a_few_turns_and_at_once_after_a_sleep() {
+    for sleeps in [false, true] {
+        let (mut left, mut right) = (Node::new(4096, TcpOptions::default()), Node::new(4096, TcpOptions::default()));
+        let (a, b) = unix_pair(); // what is sent is there when the call returns
+        left.open(LINK, a, &[]);
+        right.open(LINK, b, &[]);
+        for _ in 0..10 * LIVELY_TURNS {
+            left.poll();
+        }
+        right.bytes(0, 1)[0] = 7;
+        right.post(vec![right.posted(0, 9, 1, Access::Write)], None);
+        if sleeps {
+            assert!(matches!(left.device.arm(left.now), Wake::Readable { .. }));
+        }
+        let turns = (1..=QUIET_TURNS).find(|_| left.poll() == Turn::Worked);
+        assert!(turns.is_some_and(|turns| !sleeps || turns == 1), "{turns:?}");
+        assert_eq!(left.bytes(9, 1), [7]);
+    }
+}
+
+#[test]
 fn an_idle_lane_is_pinged_and_one_that_does_not_answer_ends() {
     let (mut left, mut right) = nodes(4096, TcpOptions::default());
     for _ in 0..3 {
