@@ -283,6 +283,15 @@ impl OpenFile {
         self.truncated.load(Ordering::Relaxed)
     }
 
+    /// Whether its name still leads to it: not if it was removed, or another file took its name. Two system calls.
+    #[must_use]
+    pub fn is_at_its_name(&self) -> bool {
+        match (rustix::fs::stat(&self.path), rustix::fs::fstat(&self.cached)) {
+            (Ok(there), Ok(own)) => (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino),
+            _ => false,
+        }
+    }
+
     /// The last error number with which the system refused a move of it; 0 if there was none.
     #[must_use]
     pub fn last_error(&self) -> i32 {
@@ -391,7 +400,12 @@ mod tests {
         assert!(OpenFile::open(&path, FileOptions::read_only()).is_ok(), "readers do not disturb");
         assert!(matches!(OpenFile::open(&path, FileOptions::create(1)), Err(FileError::System { code: 17, .. })));
         drop(file);
-        assert_eq!(OpenFile::open(&path, FileOptions::read_write()).unwrap().len(), 8192);
+        let file = OpenFile::open(&path, FileOptions::read_write()).unwrap();
+        assert!(file.len() == 8192 && file.is_at_its_name());
+        std::fs::remove_file(&path).unwrap();
+        assert!(!file.is_at_its_name());
+        std::fs::write(&path, b"another").unwrap();
+        assert!(!file.is_at_its_name());
         std::fs::remove_file(path).unwrap();
     }
 

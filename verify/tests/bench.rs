@@ -74,6 +74,18 @@ fn transfers_are_measured_over_both_transports() {
 }
 
 #[test]
+fn a_file_is_measured_with_bytes_from_here_and_from_another_process() {
+    for binary in binaries() {
+        let rows = rows(&binary, "transfer --via file --op write,read,mixed --size 64KiB,100000 --batch 300");
+        is(&rows, "peer", &["millpond-file"; 6]);
+        is(&rows, "op", &["write", "write", "read", "read", "mixed", "mixed"]);
+        let output = bench(&binary, "transfer --via file --threads 2");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("one thread"), "{said}");
+    }
+}
+
+#[test]
 fn the_store_is_measured_with_one_copy_and_with_two() {
     for binary in binaries() {
         let rows = rows(&binary, "store --op put,get,exists --size 4KiB,1MiB --replicas 1,2 --batch 2");

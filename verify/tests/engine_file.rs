@@ -5,15 +5,17 @@ use std::path::PathBuf;
 use crc_fast::{CrcAlgorithm, checksum};
 use millpond_core::time::Duration;
 use millpond_core::wire::hello::{HostIdentity, Identity};
-use millpond_core::wire::message::file::FileMove;
+use millpond_core::wire::message::file::{FileMove, OpenRequest, REFUSED};
+use millpond_node::config::Config;
 use millpond_node::engine::{
     Backing, Batch, Cause, Copy, Engine, Far, FileFault, FileOptions, FileRegion, GrantErrorKind, OpenFileError,
-    Options, RefusalReason, RemoteRegion, Rights, STAGE_LEN, STAGES, Stager, Status, Via,
+    Options, Outcome, RefusalReason, RemoteRegion, Report, Rights, STAGE_LEN, Stager, Status, Via,
 };
-use millpond_node::files::{FileService, RemoteFile, Sync, is_done};
+use millpond_node::files::{FileService, Folder, FolderOptions, FolderRights, RemoteFile, Sync, is_done};
 use millpond_node::node::{self, Node};
-use millpond_node::rpc::{Client, RpcError};
+use millpond_node::rpc::{Client, Reason, RpcError};
 use millpond_node::runtime::{Runtime, Stop};
+use millpond_node::serve::Serving;
 use millpond_node::session::Credentials;
 use millpond_tokio::Tokio;
 
@@ -87,7 +89,7 @@ fn a_thousand_mixed_moves_are_right_by_checksum() {
         let remote = near.attach(&peer, &read_grant.token()).unwrap();
         let region = near.allocate(1000 * LEN, Backing::Memfd).unwrap();
         let at = |n: u64| there.extent((n * 769 % 1000) * LEN + 77, LEN).unwrap();
-        let (mut first, mut batch, mut copies) = (Batch::new(), Batch::new(), Vec::new());
+        let (mut first, mut batch) = (Batch::new(), Batch::new());
         for n in 0..1000 {
             let mut buffer = region.carve(n * LEN, LEN).unwrap();
             match n % 3 {
@@ -99,18 +101,21 @@ fn a_thousand_mixed_moves_are_right_by_checksum() {
                     buffer.copy_from_slice(&bytes(n, LEN));
                     first.push_write(buffer.freeze(), at(n));
                 }
-                _ => copies.push(Copy { source: remote.extent(n / 3 * LEN, LEN).unwrap(), target: at(n) }),
+                _ => {
+                    batch.push_copy(remote.extent(n / 3 * LEN, LEN).unwrap(), at(n));
+                }
             }
         }
         assert!(near.submit(first).unwrap().await.is_done());
         for n in (1..1000).step_by(3) {
             batch.push_read(at(n), region.carve(n * LEN, LEN).unwrap());
         }
-        let mut stager = Stager::new(&near, STAGES).unwrap();
-        let (report, statuses) = futures::join!(near.submit(batch).unwrap(), stager.copy(&copies));
-        assert!(statuses.iter().all(|status| *status == Status::Done), "{statuses:?}");
-        assert_eq!(report.via(), Some(Via::File));
+        let transfer = near.submit(batch).unwrap();
+        let id = transfer.id();
+        let report = transfer.await;
+        assert_eq!((report.via(), report.id(), report.outcomes().len()), (Some(Via::File), id, 1000));
         let read = report.into_buffers().unwrap();
+        assert_eq!(read.len(), 333);
         for (n, buffer) in (1..1000).step_by(3).zip(&read) {
             assert_eq!(sum(buffer), sum(&bytes(n, LEN)), "read {n}");
         }
@@ -154,6 +159,69 @@ fn a_file_goes_to_a_peers_memory_in_pieces_of_any_length() {
         let statuses = stager.copy(&copies).await;
         assert!(statuses.iter().all(|status| *status == Status::Done), "{statuses:?}");
         assert!(target.close().await[0][..] == bytes(5, len)[..]);
+    });
+}
+
+#[test]
+fn a_batch_with_copies_ends_as_a_whole_however_it_ends() {
+    const LEN: u64 = 40 << 20;
+    run(|runtime| async move {
+        let (near, far) =
+            (Engine::start(runtime.clone(), options(1)).unwrap(), Engine::start(runtime.clone(), options(2)).unwrap());
+        let stop = Stop::new();
+        let address = far.listen(([127, 0, 0, 1], 0).into(), &stop).await.unwrap();
+        let peer = near.open(address).await.unwrap();
+        let memory = far.allocate_raw(LEN, Backing::Memfd, BOTH()).unwrap();
+        let remote = near.attach(&peer, &far.expose(&memory).unwrap()).unwrap();
+        let file = file(&near, "copies", LEN).await;
+        let grant = near.grant_file(&file, &[(0, LEN)], BOTH()).unwrap();
+        let there = near.attach(&near.itself(), &grant.token()).unwrap();
+        let region = near.allocate(4096, Backing::Heap).unwrap();
+        let batch = || {
+            let mut batch = Batch::new().read(there.extent(0, 4096).unwrap(), region.carve(0, 4096).unwrap());
+            batch.push_copy(remote.whole(), there.whole());
+            batch
+        };
+        let named = near.submit(batch().via(Via::Tcp)).unwrap_err();
+        assert!(named.to_string().contains("two halves"), "{named}");
+        drop(named);
+        let causes = |report: &Report| -> Vec<Option<Cause>> {
+            let cause = |outcome: &Outcome| match &outcome.status {
+                Status::Failed(failure) => Some(failure.cause.clone()),
+                _ => None,
+            };
+            report.outcomes().iter().map(cause).collect()
+        };
+        // It cannot be done in that time, so the deadline is what ends it.
+        let late = near.submit(batch().deadline(Duration::from_micros(1))).unwrap().await;
+        assert_eq!(causes(&late)[1], Some(Cause::Deadline), "{:?}", late.outcomes());
+        drop(late);
+        let transfer = near.submit(batch()).unwrap();
+        transfer.cancel();
+        let cancelled = transfer.await;
+        assert_eq!(causes(&cancelled)[1], Some(Cause::Cancelled), "{:?}", cancelled.outcomes());
+        drop(cancelled);
+        // A grant that is closed fails its copy and nothing else of the batch.
+        let lent = far.allocate(4096, Backing::Memfd).unwrap().carve(0, 4096).unwrap().freeze();
+        let closed = far.grant_read(vec![lent]).unwrap();
+        let token = closed.token();
+        drop(closed);
+        let gone = near.attach(&peer, &token).unwrap();
+        let mut mixed = batch();
+        mixed.push_copy(gone.whole(), there.extent(0, 4096).unwrap());
+        let report = near.submit(mixed).unwrap().await;
+        let refused = Some(Cause::Refused { reason: RefusalReason::Stale });
+        assert_eq!(causes(&report), [None, None, refused]);
+        assert_eq!(report.outcomes()[1].bytes, LEN);
+        drop(report);
+        // The halves fill the whole file, whatever was under way before.
+        memory.write_at(LEN - 5, b"right").unwrap();
+        assert!(near.blocking().submit(batch()).unwrap().await.is_done());
+        assert_eq!(back(&near, &there, LEN - 5, 5).await, b"right");
+        let transfer = near.submit(batch()).unwrap();
+        near.shut_down().await;
+        assert!(transfer.await.outcomes().iter().all(|outcome| outcome.status.is_final()));
+        assert_eq!(region.lease_count(), 0);
     });
 }
 
@@ -253,5 +321,137 @@ fn a_peer_has_the_owner_move_between_the_file_and_its_own_memory() {
         let refused = remote.write(&readable.token(), &moves, Sync::No, within()).await;
         assert!(matches!(refused, Err(RpcError::Refused(_))), "{refused:?}");
         node.drain().await;
+    });
+}
+
+/// A directory of the test's own, removed with it.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new(name: &str) -> Self {
+        let path = path(name);
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn asked(name: &str, writes: bool, create_len: u64) -> OpenRequest {
+    OpenRequest { name: name.to_owned(), writes, create_len }
+}
+
+fn why<T: std::fmt::Debug>(refused: Result<T, RpcError>) -> Reason {
+    refused.unwrap_err().reason().expect("the node itself said no")
+}
+
+#[test]
+fn a_node_publishes_the_files_of_its_configuration() {
+    const LEN: u64 = 300_000;
+    run(|runtime| async move {
+        let directory = Directory::new("published");
+        std::fs::write(directory.0.join("old"), bytes(3, LEN)).unwrap();
+        let text = format!(
+            "[node]\nlisten = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\n[files]\nrights = \"create\"\nlen_max = \"1MiB\"\ndirectory = {:?}",
+            directory.0
+        );
+        let serving = Serving::start(&runtime, &Config::parse(&text, |_| None).unwrap()).await.unwrap();
+        let address: std::net::SocketAddr = serving.address().parse().unwrap();
+        let user = options(2);
+        let here = Engine::start(runtime.clone(), user.clone()).unwrap();
+        let _peer = here.open(address).await.unwrap();
+        let client = || Client::new(runtime.clone(), address.into(), Credentials::new(user.identity));
+        let within = || runtime.now() + Duration::from_secs(10);
+        let region = here.allocate(2 * LEN, Backing::Memfd).unwrap();
+        let mut source = region.carve(0, LEN).unwrap();
+        source.copy_from_slice(&bytes(1, LEN));
+        let readable = here.grant_read(vec![source.freeze()]).unwrap();
+        let target = here.grant_write(vec![region.carve(LEN, LEN).unwrap()]).unwrap();
+        let out = FileMove { file_offset: 0, memory_offset: LEN, len: LEN };
+
+        let old = RemoteFile::open(client(), &asked("old", false, 0), within()).await.unwrap();
+        assert_eq!(old.token().len, LEN);
+        assert!(is_done(&old.read(&target.token(), &[out], within()).await.unwrap()[0]));
+        // Whoever asked to read cannot write, though the directory would allow it.
+        let into = FileMove { file_offset: 5, memory_offset: 0, len: 4096 };
+        let refused = old.write(&readable.token(), &[into], Sync::No, within()).await.unwrap();
+        assert_eq!((refused[0].code, refused[0].is_touched), (REFUSED, false), "{refused:?}");
+        assert!(target.close().await[0][..] == bytes(3, LEN)[..]);
+
+        let new = RemoteFile::open(client(), &asked("new", true, LEN), within()).await.unwrap();
+        let whole = FileMove { file_offset: 0, memory_offset: 0, len: LEN };
+        assert!(is_done(&new.write(&readable.token(), &[whole], Sync::Yes, within()).await.unwrap()[0]));
+        assert!(std::fs::read(directory.0.join("new")).unwrap() == bytes(1, LEN));
+        let again = RemoteFile::open(client(), &asked("new", true, 7), within()).await.unwrap();
+        assert_eq!(again.token().len, LEN, "it is there: nothing is made");
+        let large = RemoteFile::open(client(), &asked("large", true, (1 << 20) + 1), within()).await;
+        assert_eq!(why(large), Reason::Full);
+        assert!(std::fs::read(directory.0.join("old")).unwrap() == bytes(3, LEN));
+        serving.drain().await;
+    });
+}
+
+#[test]
+fn nothing_beside_a_published_directory_is_reached_and_no_right_beyond_its_own() {
+    run(|runtime| async move {
+        let directory = Directory::new("guarded");
+        std::fs::write(directory.0.join("file"), b"bytes").unwrap();
+        std::fs::create_dir(directory.0.join("folder")).unwrap();
+        let engine = Engine::start(runtime, options(1)).unwrap();
+        let folder = |rights, open_max, files_max| {
+            let mut options = FolderOptions::new(&directory.0);
+            (options.rights, options.open_max, options.files_max) = (rights, open_max, files_max);
+            Folder::new(FileService::new(&engine).unwrap(), options)
+        };
+        let reading = folder(FolderRights::Read, 2, 9);
+        for name in ["", ".", "..", "../file", "/etc/passwd", ".hidden", "folder/x", "a\0b", &"n".repeat(256)] {
+            let refused = reading.open(asked(name, false, 0)).await.unwrap_err();
+            assert_eq!(refused.reason, Reason::Malformed, "{name:?}");
+        }
+        for (request, reason) in [
+            (asked("none", false, 0), Reason::NotFound),
+            (asked("folder", false, 0), Reason::NotFound),
+            (asked("file", true, 0), Reason::Denied),
+            (asked("none", true, 5), Reason::Denied),
+            (asked("none", false, 5), Reason::Malformed),
+        ] {
+            assert_eq!(reading.open(request.clone()).await.unwrap_err().reason, reason, "{request:?}");
+        }
+        assert_eq!(
+            folder(FolderRights::Write, 2, 9).open(asked("none", true, 5)).await.unwrap_err().reason,
+            Reason::Denied
+        );
+        assert_eq!(
+            folder(FolderRights::Create, 2, 2).open(asked("none", true, 5)).await.unwrap_err().reason,
+            Reason::Full
+        );
+        assert!(!directory.0.join("none").exists());
+    });
+}
+
+#[test]
+fn the_published_file_unused_for_longest_makes_room_and_a_name_follows_its_file() {
+    run(|runtime| async move {
+        let directory = Directory::new("room");
+        for name in ["a", "b", "c"] {
+            std::fs::write(directory.0.join(name), name).unwrap();
+        }
+        let engine = Engine::start(runtime, options(1)).unwrap();
+        let mut options = FolderOptions::new(&directory.0);
+        options.open_max = 2;
+        let folder = Folder::new(FileService::new(&engine).unwrap(), options);
+        let open = async |name| folder.open(asked(name, false, 0)).await.unwrap().token;
+        let (a, b) = (open("a").await, open("b").await);
+        assert!(open("a").await == a && open("b").await == b, "open already");
+        open("c").await;
+        assert!(open("b").await == b && open("a").await != a, "it was given up for `c`");
+        std::fs::write(directory.0.join("fresh"), "another").unwrap();
+        std::fs::rename(directory.0.join("fresh"), directory.0.join("b")).unwrap();
+        let reply = folder.open(asked("b", false, 0)).await.unwrap();
+        assert!(reply.token != b && reply.len == 7);
     });
 }

@@ -24,6 +24,7 @@ use millpond_core::time::Duration;
 
 pub use self::settings::{Origin, Setting};
 use self::settings::{Reader, Value};
+use crate::files::FolderOptions;
 use crate::tls::Files;
 
 /// Why a configuration cannot be used.
@@ -137,6 +138,8 @@ pub struct Config {
     pub decode: Option<Decode>,
     /// The router role.
     pub router: Option<Router>,
+    /// The directory whose files it publishes.
+    pub files: Option<FolderOptions>,
     settings: Vec<Setting>,
     unknown_variables: Vec<(String, String)>,
 }
@@ -338,6 +341,7 @@ impl Config {
             waiting_max: reader.integer("router.waiting_max", 1_024, 0..=1_048_576)?,
             deadline: reader.parsed("router.deadline", "10m", parse_span)?,
         };
+        let files = files(&mut reader)?;
         let mut config = Self {
             node,
             tls,
@@ -348,6 +352,7 @@ impl Config {
             prefill: has_prefill.then_some(prefill),
             decode: has_decode.then_some(decode),
             router: has_router.then_some(router),
+            files,
             settings: reader.finish()?,
             unknown_variables: Vec::new(),
         };
@@ -364,7 +369,7 @@ impl Config {
     fn check(&self) -> Result<(), ConfigError> {
         let wrong = |reason: &str| Err(ConfigError::Roles { reason: reason.into() });
         if self.roles().is_empty() {
-            return wrong("no role is configured; add a section [store], [prefill], [decode] or [router]");
+            return wrong("no role is configured; add a section [store], [prefill], [decode], [router] or [files]");
         }
         match &self.router {
             Some(router) if router.decode.is_empty() && self.decode.is_none() => {
@@ -394,6 +399,7 @@ impl Config {
             ("prefill", self.prefill.is_some()),
             ("decode", self.decode.is_some()),
             ("router", self.router.is_some()),
+            ("files", self.files.is_some()),
         ];
         roles.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect()
     }
@@ -464,6 +470,21 @@ fn tls(reader: &mut Reader<'_>) -> Result<Option<Files>, ConfigError> {
 
 /// Nodes that listen on a port of their own choosing are told apart by their processes.
 fn default_name(config: &Config) -> String {
+fn files(reader: &mut Reader<'_>) -> Result<Option<FolderOptions>, ConfigError> {
+    let has_section = reader.section("files");
+    let mut options = FolderOptions::new(reader.text("files.directory", "")?.0);
+    options.rights = reader.parsed("files.rights", "read", str::parse)?;
+    options.open_max = to_usize(reader.integer("files.open_max", 64, 1..=4_096)?);
+    options.len_max = reader.size("files.len_max", "64GiB")?;
+    options.files_max = to_usize(reader.integer("files.files_max", 1_024, 1..=1_048_576)?);
+    let is_named = !options.directory.as_os_str().is_empty();
+    if has_section && !is_named {
+        let reason = "[files] needs `files.directory`: peers may open whatever lies in it".to_owned();
+        return Err(ConfigError::Roles { reason });
+    }
+    Ok(is_named.then_some(options))
+}
+
     let (roles, listen) = (config.roles().join("+"), config.node.listen);
     match config.node.advertise.as_str() {
         "" if listen.port() == 0 => format!("{roles}@{}#{}", listen.ip(), std::process::id()),
@@ -605,6 +626,8 @@ mod tests {
         assert!(error("[decode]\n[tls]").contains("tls.cert_file"));
         let secured =
             "[decode]\n[node]\nlisten = \"0.0.0.0:7000\"\n[tls]\ncert_file = \"a\"\nkey_file = \"b\"\nca_file = \"c\"";
+        assert!(error("[files]").contains("files.directory"));
+        assert!(error("[files]\ndirectory = \"/srv\"\nrights = \"all\"").contains("read, write, create"));
         assert_eq!(Config::parse(secured, |_| None).unwrap().tls, Some(Files::new("a", "b", "c")));
     }
 

@@ -1,19 +1,23 @@
 //! Files for peers: whoever has the token of a file of this node has the node move between it and memory of its own.
 //!
 //! The owner's process moves the bytes, through the buffers of a [`Stager`]. Rights, ranges and epoch are checked by the
-//! fabric at each piece, the capability at each call. It opens nothing for anybody: files are granted by who opened them.
+//! fabric at each piece, the capability at each call. It opens nothing for anybody: files are granted by who opened them, or
+//! by a [`Folder`] that the node's configuration publishes.
+
+mod folder;
 
 use std::sync::Arc;
 
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::hello::Identity;
 use millpond_core::wire::message::file::{
-    CUT, DONE, FileMove, MEDIUM, MEMORY, METHOD_MOVE, MOVES_MAX, MoveOutcome, MoveReply, MoveRequest, NO_SPACE, OTHER,
-    REFUSED,
+    CUT, DONE, FileMove, MEDIUM, MEMORY, METHOD_MOVE, METHOD_OPEN, MOVES_MAX, MoveOutcome, MoveReply, MoveRequest,
+    NO_SPACE, OTHER, OpenReply, OpenRequest, REFUSED,
 };
 use parking_lot::Mutex;
 use zerocopy::{FromBytes, IntoBytes};
 
+pub use self::folder::{Folder, FolderOptions, FolderRights};
 use crate::engine::{
     AllocateError, AttachError, Cause, Copy, Engine, Failure, Far, FileFault, FileGrant, OutOfBounds, RegionToken,
     RemoteExtent, RemoteRegion, STAGES, Stager, Status,
@@ -36,7 +40,14 @@ pub struct FileService<R> {
     engine: Engine<R>,
     stagers: Arc<Mutex<Vec<Stager<R>>>>,
     /// Files that may be synced for callers: those that this service was told of.
-    granted: Arc<Mutex<Vec<Arc<FileGrant>>>>,
+    granted: Arc<Mutex<Granted>>,
+}
+
+/// The grants that are served, and the number of the call that used each last.
+#[derive(Debug, Default)]
+struct Granted {
+    grants: Vec<(Arc<FileGrant>, u64)>,
+    calls: u64,
 }
 
 impl<R: Runtime> FileService<R> {
@@ -50,13 +61,24 @@ impl<R: Runtime> FileService<R> {
     /// Serves a grant of a file, whose token its holders got by any message; until [`FileService::withdraw`].
     pub fn publish(&self, grant: FileGrant) -> RegionToken {
         let token = grant.token();
-        self.granted.lock().push(Arc::new(grant));
+        let mut granted = self.granted.lock();
+        let call = granted.next_call();
+        granted.grants.push((Arc::new(grant), call));
         token
     }
 
     /// Serves it no longer. Pieces that were not started are refused from then on.
     pub fn withdraw(&self, token: &RegionToken) {
-        self.granted.lock().retain(|grant| grant.id() != token.region);
+        self.granted.lock().grants.retain(|(grant, _)| grant.id() != token.region);
+    }
+
+    /// Of these, the one that was used before all others; `None`: there are none.
+    fn least_used<'t>(&self, tokens: impl Iterator<Item = &'t RegionToken>) -> Option<RegionToken> {
+        let granted = self.granted.lock();
+        let used = |token: &&RegionToken| {
+            granted.grants.iter().find(|(grant, _)| grant.id() == token.region).map_or(0, |(_, call)| *call)
+        };
+        tokens.min_by_key(used).copied()
     }
 
     /// The method of the service, for the node port.
@@ -106,12 +128,24 @@ impl<R: Runtime> FileService<R> {
     /// The grant that the token is of. A token that only looks like it is told so: the lane to the file has proven the right
     /// one for somebody else perhaps.
     fn grant(&self, token: &RegionToken) -> Result<Arc<FileGrant>, Refusal> {
-        let granted = self.granted.lock();
-        let found = granted.iter().find(|grant| grant.id() == token.region);
-        let is_right = |grant: &&Arc<FileGrant>| grant.token().capability.matches(&token.capability);
-        let wrong =
-            || Refusal::new(Reason::Malformed, "the token is of no file that is served here; ask for a new one");
-        found.filter(is_right).cloned().ok_or_else(wrong)
+        let mut granted = self.granted.lock();
+        let call = granted.next_call();
+        let found = granted.grants.iter_mut().find(|(grant, _)| grant.id() == token.region);
+        let is_right = |grant: &FileGrant| grant.token().capability.matches(&token.capability);
+        match found {
+            Some((grant, used)) if is_right(grant) => {
+                *used = call;
+                Ok(Arc::clone(grant))
+            }
+            _ => Err(Refusal::new(Reason::Stale, "the token is of no file that is served here; ask for a new one")),
+        }
+    }
+}
+
+impl Granted {
+    fn next_call(&mut self) -> u64 {
+        self.calls += 1;
+        self.calls
     }
 }
 
@@ -182,6 +216,23 @@ impl<R: Runtime> RemoteFile<R> {
     #[must_use]
     pub fn new(client: Client<R>, token: RegionToken) -> Self {
         Self { client, token }
+    }
+
+    /// A file that the node publishes, by its name there. A token that was given up for another file's is refused as
+    /// [`Reason::Stale`]: open it again.
+    ///
+    /// # Errors
+    /// The node publishes no files, or none of that name, or not with these rights, or there is no room.
+    pub async fn open(client: Client<R>, open: &OpenRequest, deadline: Instant) -> Result<Self, RpcError> {
+        let reply: OpenReply = client.call(METHOD_OPEN, open, deadline).await?;
+        let token = token(&reply.token, "file").map_err(RpcError::Refused)?;
+        Ok(Self { client, token })
+    }
+
+    /// The token that it is named by, with the file's rights and length.
+    #[must_use]
+    pub fn token(&self) -> RegionToken {
+        self.token
     }
 
     /// Moves ranges of our memory, granted to be read, into the file; on stable storage if `sync`. An outcome per move.

@@ -12,6 +12,7 @@ mod named;
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use millpond_core::time::Duration;
@@ -23,6 +24,7 @@ use crate::decode::{self, Decode, RpcPrefills};
 use crate::directory::{ShardConfig, StartError};
 use crate::engine::{self, AllocateError, Engine, Via};
 use crate::http::{self, Api, Handler, Pages};
+use crate::files::{FileService, Folder, FolderOptions};
 use crate::kv::{Blocks, Pool, PoolError, StoreBlocks, Tenants};
 use crate::model::{LoadError, Model, Source};
 use crate::node::{self, Drained, Node, NodeError};
@@ -100,6 +102,14 @@ pub enum ServeError {
         reason: String,
     },
     /// The HTTP port.
+    /// The directory of published files.
+    #[error("`files.directory` is {}: {source}", path.display())]
+    Files {
+        /// The directory.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+    },
     #[error("cannot listen on {address}: {source}; stop what uses it, or set `node.http` to another address")]
     Http {
         /// Where it was to listen.
@@ -290,6 +300,9 @@ impl<R: Runtime> Composer<'_, R> {
             Some(role) => {
                 let (link, own) = (role.link().clone(), Some(role.store().clone()));
                 StoreClient::new(engine.clone(), link, node.credentials(), own, options)?
+        if let Some(files) = &config.files {
+            services = services.merge(self.files(files).await?);
+        }
             }
             None if config.directory.is_empty() => return Ok(None),
             None => {
@@ -298,6 +311,14 @@ impl<R: Runtime> Composer<'_, R> {
             }
         };
         Ok(Some(client))
+    }
+
+    /// The directory of published files; what it is for peers is looked at when they ask.
+    async fn files(&self, options: &FolderOptions) -> Result<rpc::Router, ServeError> {
+        let path = options.directory.clone();
+        let looked = blocking(self.node.runtime(), move || std::fs::read_dir(path).map(drop)).await;
+        looked.map_err(|source| ServeError::Files { path: options.directory.clone(), source })?;
+        Ok(Folder::new(FileService::new(&self.engine)?, options.clone()).router())
     }
 
     /// Prefill and decode, whichever of the two is on, and their pages.

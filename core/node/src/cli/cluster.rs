@@ -60,6 +60,18 @@ impl TlsArgs {
             _ => Ok(None),
         }
     }
+
+    /// The arguments again, for another process of this program.
+    pub(super) fn as_args(&self) -> Vec<String> {
+        let flags = [
+            ("--tls-cert-file", &self.cert_file),
+            ("--tls-key-file", &self.key_file),
+            ("--tls-ca-file", &self.ca_file),
+        ];
+        let given =
+            flags.into_iter().filter_map(|(flag, path)| Some([flag.to_owned(), path.as_ref()?.display().to_string()]));
+        given.flatten().collect()
+    }
 }
 
 fn target(text: &str) -> Result<Target, String> {

@@ -83,12 +83,19 @@ pub(super) enum Request {
         /// Where it goes.
         target: RawRange,
     },
+    /// Between memory that is not of this batch: staged, see `staging`.
+    Copy {
+        /// What to fetch.
+        source: RemoteExtent,
+        /// Where it goes.
+        target: RemoteExtent,
+    },
 }
 
 impl Request {
     pub(super) fn remote(&self) -> &RemoteExtent {
         match self {
-            Self::Write { target, .. } | Self::WriteRaw { target, .. } => target,
+            Self::Write { target, .. } | Self::WriteRaw { target, .. } | Self::Copy { target, .. } => target,
             Self::Read { source, .. } | Self::ReadRaw { source, .. } => source,
         }
     }
@@ -256,6 +263,24 @@ impl Batch {
         let target = RawRange { region: target.clone(), offset };
         self.requests.push(Request::ReadRaw { source, target });
         self.requests.len() - 1
+    }
+
+    /// Adds a copy from memory of one peer, or a file, into that of another, none of it memory of this batch. The engine
+    /// fetches it into buffers of its own and sends it on from there, piece by piece, several at a time; a byte is written only
+    /// after its piece was read as a whole. Such a batch names no transport, and its [arrival](Batch::arrival) counts for its
+    /// writes. Returns the request's index.
+    ///
+    /// # Panics
+    /// If the two lengths differ.
+    pub fn push_copy(&mut self, source: RemoteExtent, target: RemoteExtent) -> usize {
+        assert_eq!(source.len(), target.len(), "a copy has equal lengths; cut one of the extents");
+        self.requests.push(Request::Copy { source, target });
+        self.requests.len() - 1
+    }
+
+    /// Whether something of it goes through buffers of the engine.
+    pub(super) fn is_staged(&self) -> bool {
+        self.requests.iter().any(|request| matches!(request, Request::Copy { .. }))
     }
 
     /// Sets the class.

@@ -1,18 +1,26 @@
 //! Copies between two regions neither of which is memory here: staged through registered buffers, pipelined.
 //!
-//! The way from a peer's memory into a file of this engine and back: the owner of the file moves the bytes. A [`Stager`]
-//! owns the buffers; while some are being filled, others are being emptied. It chooses no path: each half is an ordinary
-//! batch. Invariant: a byte is written to a target only after its piece was read as a whole.
+//! The way from a peer's memory into a file of this engine and back: the owner of the file moves the bytes. A [`Stager`] owns
+//! its buffers; while some are being filled, others are being emptied. It chooses no path: each half is an ordinary batch. What
+//! of a [`Batch`] is a copy goes the same way, through buffers of the engine: see `staging`. Invariant: a byte is written to a
+//! target only after its piece was read as a whole.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicUsize};
 
 use futures::StreamExt;
+use futures::lock::{Mutex, MutexGuard};
 use futures::stream;
 use millpond_core::quiet::Far;
-use millpond_core::time::Duration;
+use millpond_core::time::{Duration, Instant};
+use millpond_hal::fabric::AllocateOptions;
 
-use super::batch::{Batch, Class};
+use super::batch::{Batch, Class, Via};
+use super::core::Core;
 use super::remote::RemoteExtent;
 use super::submit::SubmitErrorKind;
-use super::transfer::{Cause, Failure, Report, Status};
+use super::transfer::{Cause, Failure, Report, Shared, Status};
 use super::{AllocateError, Backing, Engine, Region, RegionBytes};
 use crate::runtime::Runtime;
 
@@ -42,8 +50,38 @@ pub struct Copy {
 #[derive(Debug)]
 pub struct Stager<R> {
     engine: Engine<R>,
-    region: Region,
+    stages: Stages,
     class: Class,
+}
+
+/// Buffers of [`STAGE_LEN`] bytes.
+#[derive(Debug)]
+pub(super) struct Stages {
+    region: Region,
+    /// Held while a round uses the buffer of that number.
+    buffers: Box<[Mutex<()>]>,
+    /// Rounds take turns at them.
+    rounds: AtomicUsize,
+}
+
+/// What the halves of copies are part of, and what they came to.
+#[derive(Debug, Default)]
+pub(super) struct Job {
+    pub(super) class: Class,
+    pub(super) progress_deadline: Option<Duration>,
+    /// When all of it ends, done or not.
+    pub(super) end: Option<Instant>,
+    pub(super) parent: Option<Arc<Shared>>,
+    pub(super) used: parking_lot::Mutex<Option<Via>>,
+    pub(super) retries: AtomicU32,
+}
+
+/// Who moves the halves.
+#[derive(Debug)]
+pub(super) struct Hands<'a, R> {
+    pub(super) core: &'a Arc<Core>,
+    pub(super) runtime: &'a R,
+    pub(super) job: &'a Job,
 }
 
 /// A piece of a copy, in a buffer.
@@ -56,11 +94,27 @@ struct Piece {
     place: u64,
 }
 
+impl Stages {
+    pub(super) fn new(core: &Core, count: u32) -> Result<Self, AllocateError> {
+        let count = count.max(1);
+        let options = AllocateOptions::default().with_backing(Backing::Memfd);
+        let region = core.locked(|shard| shard.fabric.allocate(u64::from(count) * STAGE_LEN, options))?;
+        let buffers = (0..count).map(|_| Mutex::new(())).collect();
+        Ok(Self { region, buffers, rounds: AtomicUsize::new(0) })
+    }
+
+    /// The next buffer, once it is free: where it begins.
+    async fn take(&self) -> (u64, MutexGuard<'_, ()>) {
+        let number = self.rounds.fetch_add(1, Relaxed) % self.buffers.len();
+        let held = self.buffers[number].lock().await;
+        (u64::try_from(number).unwrap_or(0) * STAGE_LEN, held)
+    }
+}
+
 impl<R: Runtime> Stager<R> {
     /// One with `stages` buffers of [`STAGE_LEN`] bytes.
     pub fn new(engine: &Engine<R>, stages: u32) -> Result<Self, AllocateError> {
-        let region = engine.allocate(u64::from(stages.max(1)) * STAGE_LEN, Backing::Memfd)?;
-        Ok(Self { engine: engine.clone(), region, class: Class::default() })
+        Ok(Self { engine: engine.clone(), stages: Stages::new(&engine.core, stages)?, class: Class::default() })
     }
 
     /// Of that class from now on.
@@ -72,6 +126,15 @@ impl<R: Runtime> Stager<R> {
     /// Makes the copies; a status for each, in order. They end independently. Dropping it lets what was begun run on, and
     /// the next call refuses with [`Cause::Overload`] what would need a buffer that is still lent.
     pub async fn copy(&mut self, copies: &[Copy]) -> Vec<Status> {
+        let job = Job { class: self.class, ..Job::default() };
+        let hands = Hands { core: &self.engine.core, runtime: &self.engine.runtime, job: &job };
+        hands.copy(&self.stages, copies).await
+    }
+}
+
+impl<R: Runtime> Hands<'_, R> {
+    /// Makes the copies through these buffers; a status for each, in order.
+    pub(super) async fn copy(&self, stages: &Stages, copies: &[Copy]) -> Vec<Status> {
         let mut statuses: Vec<Ending> = copies.iter().map(|_| Ending::default()).collect();
         for (copy, status) in copies.iter().zip(&mut statuses) {
             if copy.source.len() != copy.target.len() {
@@ -81,22 +144,12 @@ impl<R: Runtime> Stager<R> {
         }
         let wanted: Vec<bool> = statuses.iter().map(|status| status.failed.is_none()).collect();
         let rounds = rounds(copies, |index| wanted[index]);
-        let stages = usize::try_from(self.region.len() / STAGE_LEN).unwrap_or(1);
-        let this = &*self;
-        // A buffer is free again when its round has ended, so rounds take turns by buffer: each of these runs its own.
-        let mut by_stage: Vec<Vec<Vec<Piece>>> = (0..stages).map(|_| Vec::new()).collect();
-        for (number, round) in rounds.into_iter().enumerate() {
-            by_stage[number % stages].push(round);
-        }
-        let ended = stream::iter(by_stage.into_iter().enumerate().map(|(stage, rounds)| async move {
-            let mut ended = Vec::new();
-            for round in rounds {
-                let base = u64::try_from(stage).unwrap_or(0) * STAGE_LEN;
-                ended.extend(this.round(copies, base, round).await);
-            }
-            ended
+        let ended = stream::iter(rounds.into_iter().map(|round| async move {
+            let (base, _held) = stages.take().await;
+            self.round(&stages.region, base, copies, round).await
         }));
-        let mut ended = ended.buffer_unordered(stages);
+        // While the bytes of some are fetched, those of others are sent on.
+        let mut ended = ended.buffer_unordered(stages.buffers.len());
         while let Some(pieces) = ended.next().await {
             pieces.into_iter().for_each(|(copy, outcome)| statuses[copy].add(outcome));
         }
@@ -104,14 +157,20 @@ impl<R: Runtime> Stager<R> {
     }
 
     /// Reads the pieces into the buffer at `base`, then writes those that came.
-    async fn round(&self, copies: &[Copy], base: u64, pieces: Vec<Piece>) -> Vec<(usize, Result<(), Failure>)> {
+    async fn round(
+        &self,
+        region: &Region,
+        base: u64,
+        copies: &[Copy],
+        pieces: Vec<Piece>,
+    ) -> Vec<(usize, Result<(), Failure>)> {
         let mut ended = Vec::new();
         let fail = |cause| Err(Failure { cause, far: Far::Untouched });
-        let mut batch = Batch::with_capacity(pieces.len()).class(self.class);
+        let mut batch = Batch::with_capacity(pieces.len());
         let mut read = Vec::new();
         for piece in pieces {
             let source = copies[piece.copy].source.slice(piece.at, piece.len);
-            match (source, self.region.carve(base + piece.place, piece.len)) {
+            match (source, region.carve(base + piece.place, piece.len)) {
                 (Ok(source), Ok(buffer)) => {
                     batch.push_read(source, buffer);
                     read.push(piece);
@@ -121,12 +180,12 @@ impl<R: Runtime> Stager<R> {
         }
         let mut report = match self.run(batch).await {
             Ok(report) => report,
-            Err(cause) => {
+            Err((cause, _)) => {
                 ended.extend(read.iter().map(|piece| (piece.copy, fail(cause.clone()))));
                 return ended;
             }
         };
-        let mut batch = Batch::with_capacity(read.len()).class(self.class);
+        let mut batch = Batch::with_capacity(read.len());
         let mut written = Vec::new();
         for (index, piece) in read.iter().enumerate() {
             let bytes: Option<RegionBytes> = report.take_buffer(index).map(super::RegionBuf::freeze);
@@ -143,36 +202,75 @@ impl<R: Runtime> Stager<R> {
         }
         match self.run(batch).await {
             Ok(report) => {
-                let outcomes = report.outcomes().iter().map(|outcome| match &outcome.status {
-                    Status::Failed(failure) => Err(failure.clone()),
-                    _ => Ok(()),
-                });
-                ended.extend(written.into_iter().zip(outcomes));
+                for (copy, outcome) in written.into_iter().zip(report.outcomes()) {
+                    match &outcome.status {
+                        Status::Failed(failure) => ended.push((copy, Err(failure.clone()))),
+                        _ => {
+                            self.job.on_bytes(outcome.bytes);
+                            ended.push((copy, Ok(())));
+                        }
+                    }
+                }
+                self.job.on_half(&report);
             }
-            Err(cause) => ended.extend(written.into_iter().map(|copy| (copy, fail(cause.clone())))),
+            Err((cause, _)) => ended.extend(written.into_iter().map(|copy| (copy, fail(cause.clone())))),
         }
         ended
     }
 
-    /// Submits a batch, again after the hint when the engine is busy, until the progress deadline.
-    async fn run(&self, mut batch: Batch) -> Result<Report, Cause> {
-        let deadline = self.engine.runtime().now() + self.engine.options().progress_deadline;
+    /// Submits a batch, again after the hint when the engine is busy, until the progress deadline. It comes back if nothing
+    /// of it was started.
+    pub(super) async fn run(&self, batch: Batch) -> Result<Report, (Cause, Batch)> {
+        let patience = self.job.progress_deadline.unwrap_or(self.core.options.progress_deadline);
+        let deadline = self.runtime.now() + patience;
+        let mut batch = batch.class(self.job.class);
+        batch.settings.progress_deadline = self.job.progress_deadline;
+        // Bounded by the deadline: every further round sleeps.
         loop {
             if batch.is_empty() {
                 return Ok(Report::empty());
             }
-            let refused = match self.engine.submit(batch) {
-                Ok(transfer) => return Ok(transfer.await),
+            let now = self.runtime.now();
+            match &self.job.parent {
+                Some(parent) if parent.is_cancelled() => return Err((Cause::Cancelled, batch)),
+                _ => {}
+            }
+            match self.job.end {
+                Some(end) if now >= end => return Err((Cause::Deadline, batch)),
+                end => batch.settings.deadline = end.map(|end| end.since(now)),
+            }
+            let refused = match self.core.submit(batch) {
+                Ok(transfer) => {
+                    if let Some(parent) = &self.job.parent {
+                        parent.adopt(&transfer);
+                    }
+                    return Ok(transfer.await);
+                }
                 Err(refused) => refused,
             };
             batch = refused.batch;
             match refused.kind {
-                SubmitErrorKind::Busy { retry_after } if self.engine.runtime().now() < deadline => {
-                    self.engine.runtime().sleep(retry_after.max(Duration::from_millis(1))).await;
+                SubmitErrorKind::Busy { retry_after } if now < deadline => {
+                    self.runtime.sleep(retry_after.max(Duration::from_millis(1))).await;
                 }
-                SubmitErrorKind::ShutDown => return Err(Cause::ShutDown),
-                _ => return Err(Cause::Overload),
+                SubmitErrorKind::ShutDown => return Err((Cause::ShutDown, batch)),
+                _ => return Err((Cause::Overload, batch)),
             }
+        }
+    }
+}
+
+impl Job {
+    pub(super) fn on_bytes(&self, bytes: u64) {
+        if let Some(parent) = &self.parent {
+            parent.add_bytes(bytes);
+        }
+    }
+
+    pub(super) fn on_half(&self, report: &Report) {
+        self.retries.fetch_add(report.retries(), Relaxed);
+        if report.via().is_some() {
+            *self.used.lock() = report.via();
         }
     }
 }

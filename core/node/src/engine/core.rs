@@ -25,6 +25,7 @@ use super::lanes::Openings;
 use super::options::Options;
 use super::peers::WantedLane;
 use super::shard::{Shard, StartError};
+use super::staging::Staging;
 use super::statistics::Statistics;
 use super::submit::{SubmitError, SubmitErrorKind};
 use super::transfer::{Cause, Shared, Transfer, TransferId};
@@ -66,6 +67,7 @@ pub(super) struct Core {
     pub(super) waits: Waits,
     pub(super) own: Handle,
     refused: AtomicU64,
+    pub(super) staging: Staging,
     pub(super) openings: Mutex<Openings>,
 }
 
@@ -140,6 +142,7 @@ impl Core {
             waits: Waits::default(),
             own,
             refused: AtomicU64::new(0),
+            staging: Staging::default(),
             openings: Mutex::default(),
         })
     }
@@ -271,6 +274,10 @@ impl Core {
         let shared = Arc::new(Shared::new(id, Arc::clone(self)));
         self.open.fetch_add(1, Ordering::Relaxed);
         let transfer = Transfer::new(Arc::clone(&shared));
+        if batch.is_staged() {
+            self.staging.push(shared, batch);
+            return Ok(transfer);
+        }
         match self.desk.try_lock() {
             Some(mut shard) => {
                 self.grant_wishes(&mut shard);
@@ -294,6 +301,10 @@ impl Core {
             return Some(SubmitErrorKind::TooLarge { bytes, bytes_max });
         }
         let via = batch.settings.via;
+        if via != Via::Auto && batch.is_staged() {
+            let why = "it holds copies, whose two halves take a path each";
+            return Some(SubmitErrorKind::NoPath { via, why });
+        }
         if !self.options.allows(via) {
             return Some(SubmitErrorKind::NoPath { via, why: "the transport is switched off here" });
         }
@@ -304,7 +315,9 @@ impl Core {
                 return Some(SubmitErrorKind::NoPath { via, why });
             }
         }
-        if self.open.load(Ordering::Relaxed) >= self.options.transfers_max {
+        // What is staged needs room for its halves beside it.
+        let is_crowded = batch.is_staged() && self.staging.open() >= self.options.transfers_max / 4;
+        if is_crowded || self.open.load(Ordering::Relaxed) >= self.options.transfers_max {
             let retry_after = self.desk.try_lock().map_or(RETRY_AFTER, |shard| shard.retry_hint());
             return Some(SubmitErrorKind::Busy { retry_after });
         }
@@ -375,6 +388,7 @@ impl Core {
             });
             self.kick();
             self.waker.wake();
+            self.staging.wake();
         }
     }
 

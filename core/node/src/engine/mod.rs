@@ -30,6 +30,7 @@ mod rail;
 mod rails;
 mod remote;
 mod shard;
+mod staging;
 mod statistics;
 mod submit;
 mod transfer;
@@ -145,6 +146,7 @@ impl<R: Runtime> Engine<R> {
         let inner = core.locked(|shard| shard.peers.get(core.own).map(|peer| Arc::clone(&peer.inner)));
         let inner = inner.ok_or_else(|| StartError::System { what: "a table", why: "no peers".to_owned() })?;
         runtime.spawn(drive::drive(runtime.clone(), Arc::clone(&core)));
+        runtime.spawn(staging::serve(runtime.clone(), Arc::clone(&core)));
         if let Some(listener) = lanes::shm_listener(&core.options) {
             runtime.spawn(lanes::accept_shm(runtime.clone(), Arc::clone(&core), listener));
         }

@@ -311,6 +311,8 @@ pub(super) struct Shared {
     is_cancelled: AtomicBool,
     bytes_done: AtomicU64,
     state: Mutex<State>,
+    /// The transfers that it is made of, if it is staged.
+    halves: Mutex<Vec<Arc<Shared>>>,
 }
 
 #[derive(Default)]
@@ -341,6 +343,18 @@ impl Shared {
             is_cancelled: AtomicBool::new(false),
             bytes_done: AtomicU64::new(0),
             state: Mutex::default(),
+            halves: Mutex::default(),
+        }
+    }
+
+    /// A transfer that is part of this one: whoever cancels this one cancels it.
+    pub(super) fn adopt(&self, half: &Transfer) {
+        let mut halves = self.halves.lock();
+        halves.retain(|other| !other.is_over.load(Acquire));
+        halves.push(Arc::clone(&half.shared));
+        drop(halves);
+        if self.is_cancelled() {
+            half.cancel();
         }
     }
 
@@ -370,6 +384,13 @@ impl Shared {
 
     /// It ends before it began.
     pub(super) fn fail(&self, batch: Batch, cause: &Cause) {
+        self.complete(Report::failed(batch, cause, self.id));
+    }
+}
+
+impl Report {
+    /// Of a batch that ended before it began.
+    pub(super) fn failed(batch: Batch, cause: &Cause, id: TransferId) -> Self {
         let Batch { mut requests, settings, mut outcomes, remotes } = batch;
         for request in requests.drain(..) {
             let mut outcome = Outcome::pending(request.remote().len());
@@ -380,7 +401,7 @@ impl Shared {
             outcomes.push(outcome);
         }
         let batch = Batch { requests, settings, outcomes: Vec::new(), remotes };
-        self.complete(Report { outcomes, batch, id: self.id, elapsed: Duration::ZERO, via: None, retries: 0 });
+        Self { outcomes, batch, id, elapsed: Duration::ZERO, via: None, retries: 0 }
     }
 }
 
@@ -399,6 +420,7 @@ impl Transfer {
     /// its memory, which comes back as soon as it is quiet here. Harmless when it is over.
     pub fn cancel(&self) {
         self.shared.is_cancelled.store(true, Relaxed);
+        self.shared.halves.lock().iter().for_each(|half| half.is_cancelled.store(true, Relaxed));
         self.shared.core.look();
     }
 

@@ -195,6 +195,7 @@ impl Work {
             Request::Read { target, .. } => Local::Target(target),
             Request::WriteRaw { source, .. } => Local::RawSource(source),
             Request::ReadRaw { target, .. } => Local::RawTarget(target),
+            Request::Copy { .. } => unreachable!("a batch with copies is staged, and its halves come here"),
         };
         let piece = Piece { request: index, remote, remote_offset, at: 0, len, local: Some(local) };
         if piece.is_write() && self.arrival.is_some() {

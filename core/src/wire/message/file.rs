@@ -1,13 +1,18 @@
-//! Messages between somebody who has the token of a file and the node that opened it.
+//! Messages between somebody who has the token of a file, or wants one, and the node that has the file.
 //!
-//! The owner moves the bytes: a move names a range of the file and a range of the caller's memory, which the owner reads
-//! from (into the file) or writes into (out of it) over the transfer engine. Moves end one by one, in any order, and are
-//! answered in theirs.
+//! A node that publishes files gives the token of one by its name. The owner moves the bytes: a move names a range of the file
+//! and a range of the caller's memory, which the owner reads from (into the file) or writes into (out of it) over the transfer
+//! engine. Moves end one by one, in any order, and are answered in theirs.
 
 use alloc::vec::Vec;
 
 /// Caller → owner: [`MoveRequest`] is answered by [`MoveReply`].
 pub const METHOD_MOVE: u16 = 0x0401;
+/// Anybody → a node that publishes files: [`OpenRequest`] is answered by [`OpenReply`].
+pub const METHOD_OPEN: u16 = 0x0402;
+
+/// Bytes of a file's name, at most.
+pub const NAME_LEN_MAX: usize = 255;
 
 /// Moves of one message, at most.
 pub const MOVES_MAX: usize = 4_096;
@@ -101,4 +106,40 @@ pub struct MoveReply {
     /// In the order of the moves.
     #[prost(message, repeated, tag = "1")]
     pub outcomes: Vec<MoveOutcome>,
+}
+
+/// Asks for the token of a published file.
+///
+/// ```
+/// use millpond_core::wire::message::file::OpenRequest;
+/// assert!(!OpenRequest { name: "kv.0".into(), ..OpenRequest::default() }.writes, "to be read unless told otherwise");
+/// ```
+#[derive(Clone, PartialEq, Eq, ::prost::Message)]
+pub struct OpenRequest {
+    /// Its name in the published directory: no path, and no dot first.
+    #[prost(string, tag = "1")]
+    pub name: alloc::string::String,
+    /// To be written too.
+    #[prost(bool, tag = "2")]
+    pub writes: bool,
+    /// Bytes of the file to make if there is none of that name; 0: there must be one. Only with `writes`.
+    #[prost(uint64, tag = "3")]
+    pub create_len: u64,
+}
+
+/// A published file, opened.
+///
+/// ```
+/// use millpond_core::wire::message::file::OpenReply;
+/// assert!(OpenReply::default().token.is_empty());
+/// ```
+#[derive(Clone, PartialEq, Eq, ::prost::Message)]
+pub struct OpenReply {
+    /// 64 bytes: what to name it by in a [`MoveRequest`], with the rights asked for. Good until the owner has to open
+    /// another file in its place: then a move is refused, and the file is opened again.
+    #[prost(bytes = "vec", tag = "1")]
+    pub token: Vec<u8>,
+    /// Bytes of the file.
+    #[prost(uint64, tag = "2")]
+    pub len: u64,
 }

@@ -42,6 +42,7 @@ pub const fn method_name(method: u16) -> Option<&'static str> {
         store::METHOD_GET => "store.get",
         store::METHOD_FACTS => "store.facts",
         file::METHOD_MOVE => "file.move",
+        file::METHOD_OPEN => "file.open",
         serve::METHOD_GENERATE => "serve.generate",
         serve::METHOD_PREFILL => "serve.prefill",
         serve::METHOD_LOAD => "serve.load",

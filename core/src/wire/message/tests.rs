@@ -7,7 +7,7 @@ use core::fmt::Debug;
 use prost::Message;
 
 use super::directory::*;
-use super::file::{FileMove, MoveOutcome, MoveReply, MoveRequest};
+use super::file::{FileMove, MoveOutcome, MoveReply, MoveRequest, OpenReply, OpenRequest};
 use super::rail::{RAIL_LEN_MAX, RailAsk, RailMessage, RailNic, RailNics, RailWord};
 use super::store::{
     FactsRequest, GetItem, GetOutcome, GetReply, GetRequest, PutItem, PutOutcome, PutReply, PutRequest, Range,
@@ -43,6 +43,8 @@ fn what_is_moved_by_the_owner_of_a_file_survives_the_wire() {
     survives(MoveRequest { file: vec![1; 64], memory: vec![2; 64], into_file: true, moves, sync: true });
     let outcome = MoveOutcome { code: 2, is_touched: true, detail: String::from("full") };
     survives(MoveReply { outcomes: vec![outcome, MoveOutcome::default()] });
+    survives(OpenRequest { name: String::from("kv.0"), writes: true, create_len: 1 << 30 });
+    survives(OpenReply { token: vec![3; 64], len: 1 << 30 });
 }
 
 #[test]

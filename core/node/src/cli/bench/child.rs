@@ -12,6 +12,7 @@ use std::time::Duration;
 use millpond_hal::bare::{self, Meter};
 use serde::{Deserialize, Serialize};
 
+use super::super::cluster::TlsArgs;
 use super::point::{Layout, Path as Transport};
 use super::{Error, store, transfer};
 use crate::runtime::{Runtime, blocking};
@@ -27,16 +28,26 @@ pub(super) struct Args {
 
 #[derive(Debug, clap::Subcommand)]
 enum Role {
-    Bare { address: String },
-    Target { via: Transport },
-    Store { via: Transport, name: String, directory: Option<String> },
+    Bare {
+        address: String,
+    },
+    Target {
+        via: Transport,
+        #[command(flatten)]
+        tls: TlsArgs,
+    },
+    Store {
+        via: Transport,
+        name: String,
+        directory: Option<String>,
+    },
 }
 
 /// Does what the process was started for, until it is let go.
 pub(super) async fn run<R: Runtime>(runtime: &R, args: Args) -> Result<(), Error> {
     match args.role {
         Role::Bare { address } => Ok(blocking(runtime, move || bare::serve(&address)).await?),
-        Role::Target { via } => transfer::target(runtime, via).await,
+        Role::Target { via, tls } => transfer::target(runtime, via, &tls).await,
         Role::Store { via, name, directory } => store::node(runtime, via, &name, directory).await,
     }
 }

@@ -6,6 +6,7 @@
 
 mod bare;
 mod child;
+mod file;
 mod pattern;
 mod point;
 mod store;
@@ -19,8 +20,11 @@ use serde_json::{Value as Json, json};
 use super::store_cmds::{Exit, Format, Output};
 use crate::client::ClientError;
 use crate::config::parse_size;
-use crate::engine::{AllocateError, AttachError, GrantErrorKind, OpenError, StartError, SubmitErrorKind};
+use crate::engine::{
+    AllocateError, AttachError, GrantErrorKind, OpenError, OpenFileError, StartError, SubmitErrorKind,
+};
 use crate::runtime::Runtime;
+use crate::tls::TlsError;
 
 /// What to measure.
 #[derive(Debug, clap::Args)]
@@ -127,6 +131,12 @@ pub(super) enum Error {
     /// Memory that was not to be exposed.
     #[error(transparent)]
     Grant(#[from] GrantErrorKind),
+    /// The file that is measured.
+    #[error(transparent)]
+    File(#[from] OpenFileError),
+    /// The certificates to measure under.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The store.
     #[error(transparent)]
     Store(#[from] ClientError),

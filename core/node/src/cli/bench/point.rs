@@ -25,6 +25,8 @@ pub(super) enum Path {
     Tcp,
     /// Shared memory.
     Shm,
+    /// A file of this process.
+    File,
 }
 
 impl Path {
@@ -32,6 +34,7 @@ impl Path {
         match self {
             Self::Tcp => "tcp",
             Self::Shm => "shm",
+            Self::File => "file",
         }
     }
 
@@ -39,6 +42,7 @@ impl Path {
         match self {
             Self::Tcp => Via::Tcp,
             Self::Shm => Via::Shm,
+            Self::File => Via::File,
         }
     }
 }

@@ -4,6 +4,7 @@
 //! handle. Both regions are raw and exposed once, as a user with long-lived KV memory would do.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -11,10 +12,11 @@ use millpond_core::batch::RegionToken;
 use millpond_hal::bare::{self, FOOTPRINT_LEN, Meter, Mode, Point, Row};
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::super::cluster::TlsArgs;
 use super::child::{Answer, Ask, Process, serve};
 use super::pattern::{fill, first_wrong};
 use super::point::{Layout, Op, Path, Seeds, Side};
-use super::{Common, Error, Rows};
+use super::{Common, Error, Rows, file};
 use crate::engine::{Backing, Batch, Blocking, Engine, Options, Region, RemoteRegion, Rights, Status, Via};
 use crate::node;
 use crate::runtime::{Runtime, Stop, blocking};
@@ -39,6 +41,15 @@ pub(super) struct Args {
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=64))]
     threads: Vec<u32>,
+    /// The file of `--via file`: made for it, and removed at the end. Default: in the folder of temporary files.
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// A row of `fio` on the same file after each of `--via file`.
+    #[arg(long)]
+    fio: bool,
+    /// Under TLS, over tcp.
+    #[command(flatten)]
+    tls: TlsArgs,
     #[command(flatten)]
     pub(super) common: Common,
 }
@@ -57,16 +68,17 @@ impl Args {
     }
 }
 
-fn engine<R: Runtime>(runtime: &R, name: &str, via: Via) -> Result<Engine<R>, Error> {
+fn engine<R: Runtime>(runtime: &R, name: &str, via: Via, tls: &TlsArgs) -> Result<Engine<R>, Error> {
     let mut options = Options::new(node::identity(name, None)?);
+    options.tls = tls.load()?;
     // The first lane to a peer is always one of TCP; values take the one that is named.
     options.transports = if via == Via::Tcp { vec![Via::Local, via] } else { vec![Via::Local, via, Via::Tcp] };
     Ok(Engine::start(runtime.clone(), options)?)
 }
 
 /// The other process: lends its memory and looks at it when asked.
-pub(super) async fn target<R: Runtime>(runtime: &R, via: Path) -> Result<(), Error> {
-    let engine = engine(runtime, "bench-target", via.via())?;
+pub(super) async fn target<R: Runtime>(runtime: &R, via: Path, tls: &TlsArgs) -> Result<(), Error> {
+    let engine = engine(runtime, "bench-target", via.via(), tls)?;
     let rights = Rights::LOCAL | Rights::REMOTE_READ | Rights::REMOTE_WRITE;
     let region = engine.allocate_raw(FOOTPRINT_LEN, Backing::Memfd, rights)?;
     let token = engine.expose(&region)?.as_bytes().to_vec();
@@ -95,15 +107,26 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, rows: &mut Rows<'_,
     let points = args.points()?;
     let time = Duration::from_secs_f64(args.common.seconds);
     for path in args.via {
-        let role = ["target".into(), path.name().into()];
+        if path == Path::File {
+            let (points, path, with_fio) = (points.clone(), args.file.clone(), args.fio);
+            file::run(runtime, file::Wanted { points, time, path, with_fio }, rows).await?;
+            continue;
+        }
+        let mut role = vec!["target".to_owned(), path.name().to_owned()];
+        role.extend(args.tls.as_args());
         let (process, address, token) = blocking(runtime, move || Process::start(NAME, &role)).await?;
         let no_address = |error| Error::Child { name: NAME, source: std::io::Error::other(error) };
-        let engine = engine(runtime, "bench-initiator", path.via())?;
+        let engine = engine(runtime, "bench-initiator", path.via(), &args.tls)?;
         let peer = engine.open(address.parse().map_err(no_address)?).await?;
         let token = RegionToken::read_from_bytes(&token).map_err(|_| process.unexpected(&Answer::Done))?;
         let remote = engine.attach(&peer, &token)?;
         let region = engine.allocate_raw(FOOTPRINT_LEN, Backing::Memfd, Rights::LOCAL)?;
-        let initiator = Initiator { via: path.via(), engine: engine.blocking(), region, remote, time };
+        let peer = match path {
+            Path::Shm => "millpond-shm",
+            _ if engine.options().tls.is_some() => "millpond-tls",
+            _ => "millpond-tcp",
+        };
+        let initiator = Initiator { peer, via: path.via(), engine: engine.blocking(), region, remote, time };
         let mut bench = Bench { process, initiator };
         for (number, layout) in (1u64..).zip(points.iter().copied()) {
             let row;
@@ -127,6 +150,8 @@ struct Bench {
 
 /// What the threads of the initiator share.
 struct Initiator {
+    /// Whose rows they are.
+    peer: &'static str,
     via: Via,
     engine: Blocking,
     region: Region,
@@ -161,8 +186,14 @@ impl Bench {
         let ops = taken.iter().map(|taken| taken.measured).sum();
         let mut latencies: Vec<u64> = taken.iter().flat_map(|taken| &taken.latencies).copied().collect();
         let point = Point { mode: Mode::Spin, size: layout.size, batch: layout.batch, time: self.initiator.time };
-        let peer = if self.initiator.via == Via::Shm { "millpond-shm" } else { "millpond-tcp" };
-        let row = bare::row(peer, layout.op.name(), &point, ops, (ended - started).as_secs_f64(), &mut latencies);
+        let row = bare::row(
+            self.initiator.peer,
+            layout.op.name(),
+            &point,
+            ops,
+            (ended - started).as_secs_f64(),
+            &mut latencies,
+        );
         let gb = taken.iter().map(|taken| taken.ops).sum::<u64>() as f64 * point.op_len() as f64 / 1e9;
         Ok(Row { threads: layout.threads, cpu_s_per_gb: Some(measured_s / gb), other_cores, ..row })
     }
