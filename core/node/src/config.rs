@@ -455,6 +455,8 @@ fn tls(reader: &mut Reader<'_>) -> Result<Option<Files>, ConfigError> {
         paths.push(reader.text(key, "")?.0);
     }
     let server_name = reader.text("tls.server_name", "")?.0;
+    let bind_nodes = reader.flag("tls.bind_nodes", Value::Flag(false))?;
+    let reload_interval = reader.parsed("tls.reload_interval", "10s", parse_span)?;
     if !has_section && paths.iter().all(String::is_empty) {
         return Ok(None);
     }
@@ -464,12 +466,10 @@ fn tls(reader: &mut Reader<'_>) -> Result<Option<Files>, ConfigError> {
     }
     let [cert_file, key_file, ca_file] = &paths[..] else { return Ok(None) };
     let mut files = Files::new(cert_file, key_file, ca_file);
-    files.server_name = server_name;
+    (files.server_name, files.bind_nodes, files.reload_interval) = (server_name, bind_nodes, reload_interval);
     Ok(Some(files))
 }
 
-/// Nodes that listen on a port of their own choosing are told apart by their processes.
-fn default_name(config: &Config) -> String {
 fn files(reader: &mut Reader<'_>) -> Result<Option<FolderOptions>, ConfigError> {
     let has_section = reader.section("files");
     let mut options = FolderOptions::new(reader.text("files.directory", "")?.0);
@@ -485,6 +485,8 @@ fn files(reader: &mut Reader<'_>) -> Result<Option<FolderOptions>, ConfigError> 
     Ok(is_named.then_some(options))
 }
 
+/// Nodes that listen on a port of their own choosing are told apart by their processes.
+fn default_name(config: &Config) -> String {
     let (roles, listen) = (config.roles().join("+"), config.node.listen);
     match config.node.advertise.as_str() {
         "" if listen.port() == 0 => format!("{roles}@{}#{}", listen.ip(), std::process::id()),
@@ -624,10 +626,10 @@ mod tests {
         assert!(error("[decode]\n[node]\nlisten = \"0.0.0.0:7000\"").contains("node.key"));
         assert!(error("[decode]\n[tls]\ncert_file = \"a\"\nca_file = \"b\"").contains("tls.key_file"));
         assert!(error("[decode]\n[tls]").contains("tls.cert_file"));
-        let secured =
-            "[decode]\n[node]\nlisten = \"0.0.0.0:7000\"\n[tls]\ncert_file = \"a\"\nkey_file = \"b\"\nca_file = \"c\"";
         assert!(error("[files]").contains("files.directory"));
         assert!(error("[files]\ndirectory = \"/srv\"\nrights = \"all\"").contains("read, write, create"));
+        let secured =
+            "[decode]\n[node]\nlisten = \"0.0.0.0:7000\"\n[tls]\ncert_file = \"a\"\nkey_file = \"b\"\nca_file = \"c\"";
         assert_eq!(Config::parse(secured, |_| None).unwrap().tls, Some(Files::new("a", "b", "c")));
     }
 

@@ -16,6 +16,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use millpond_core::time::Duration;
+use millpond_core::wire::hello::Identity;
 use millpond_core::wire::session::Key;
 
 use crate::client::{self, StoreClient};
@@ -23,8 +24,8 @@ use crate::config::{self, Config, NicChoice};
 use crate::decode::{self, Decode, RpcPrefills};
 use crate::directory::{ShardConfig, StartError};
 use crate::engine::{self, AllocateError, Engine, Via};
-use crate::http::{self, Api, Handler, Pages};
 use crate::files::{FileService, Folder, FolderOptions};
+use crate::http::{self, Api, Handler, Pages};
 use crate::kv::{Blocks, Pool, PoolError, StoreBlocks, Tenants};
 use crate::model::{LoadError, Model, Source};
 use crate::node::{self, Drained, Node, NodeError};
@@ -34,7 +35,7 @@ use crate::rpc;
 use crate::runtime::{Runtime, Stop, blocking, within};
 use crate::session::{SessionError, Target};
 use crate::store::{Place, RoleError, StoreConfig, StoreRole};
-use crate::tls::{Tls, TlsError};
+use crate::tls::{self, Tls, TlsError};
 use crate::topology::{Topology, TopologyError};
 
 pub(crate) use counts::DOWNGRADES;
@@ -101,7 +102,6 @@ pub enum ServeError {
         /// What is wrong with it.
         reason: String,
     },
-    /// The HTTP port.
     /// The directory of published files.
     #[error("`files.directory` is {}: {source}", path.display())]
     Files {
@@ -110,6 +110,7 @@ pub enum ServeError {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// The HTTP port.
     #[error("cannot listen on {address}: {source}; stop what uses it, or set `node.http` to another address")]
     Http {
         /// Where it was to listen.
@@ -151,15 +152,21 @@ impl<R: Runtime> Serving<R> {
         let data = config.node.data.as_deref().map(node::claim).transpose()?;
         let identity = node::identity(&config.node.name, config.node.data.as_deref())?;
         let key = (!config.node.key.is_empty()).then(|| Key::new(config.node.key.as_bytes()));
-        let tls = config.tls.as_ref().map(Tls::load).transpose()?;
+        let tls = config.tls.as_ref().map(|files| load_tls(files, &config.node.name)).transpose()?;
         let mut options = node::Options::new(identity);
-        options.tls = tls;
+        options.tls = tls.clone();
         (options.key, options.listen, options.drain_span_max) = (key, config.node.listen, config.node.drain);
         let node = Node::new(runtime.clone(), options);
         if config.node.advertise.is_empty() && config.node.listen.ip().is_unspecified() {
             return Err(ServeError::Advertise { listen: config.node.listen });
         }
         let engine = start_engine(&node, config)?;
+        if let (Some(tls), Some(files)) = (tls, &config.tls) {
+            let (runtime, stopping, span) = (runtime.clone(), node.stopping(), files.reload_interval);
+            runtime.clone().spawn(async move {
+                let _ = stopping.or_stopped(renew(&runtime, tls, span)).await;
+            });
+        }
         match open(&node, &engine, config).await {
             Ok((address, http)) => Ok(Self { node, engine, address, http, _data: data }),
             Err(error) => {
@@ -203,6 +210,36 @@ async fn open<R: Runtime>(
     };
     let composer = Composer { node: node.clone(), engine: engine.clone(), address: address.clone(), config };
     Ok((address, composer.open().await?))
+}
+
+fn load_tls(files: &tls::Files, node: &str) -> Result<Tls, TlsError> {
+    let loaded = Tls::load(files)?;
+    if files.bind_nodes && !loaded.is_of(&Identity::id_of(node)) {
+        return Err(TlsError::Node { path: files.cert_file.clone(), node: node.to_owned() });
+    }
+    Ok(loaded)
+}
+
+/// Has new connections made under the certificates that lie there by then, for ever.
+async fn renew<R: Runtime>(runtime: &R, tls: Tls, span: Duration) {
+    let mut last_error = String::new();
+    loop {
+        runtime.sleep(span).await;
+        let renewing = tls.clone();
+        let error = match blocking(runtime, move || renewing.reload()).await {
+            Ok(true) => {
+                tracing::info!("new connections use the certificates that were renewed");
+                String::new()
+            }
+            Ok(false) => String::new(),
+            Err(error) => error.to_string(),
+        };
+        // Once for each kind: the files may be replaced one after the other, and stay wrong for long.
+        if !error.is_empty() && error != last_error {
+            tracing::warn!(%error, "the certificates that lie there now are not used");
+        }
+        last_error = error;
+    }
 }
 
 fn parse(key: &'static str, address: &str) -> Result<Target, ServeError> {
@@ -263,6 +300,9 @@ impl<R: Runtime> Composer<'_, R> {
             services = services.merge(roles);
             counts = counts.with_pools(pools);
         }
+        if let Some(files) = &config.files {
+            services = services.merge(self.files(files).await?);
+        }
         let router = self.router()?;
         node.open_with(services, engine).await?;
         let pages = self.pages(counts, is_joined, router.as_ref());
@@ -289,6 +329,14 @@ impl<R: Runtime> Composer<'_, R> {
         Ok(Some(role))
     }
 
+    /// The directory of published files; what it is for peers is looked at when they ask.
+    async fn files(&self, options: &FolderOptions) -> Result<rpc::Router, ServeError> {
+        let path = options.directory.clone();
+        let looked = blocking(self.node.runtime(), move || std::fs::read_dir(path).map(drop)).await;
+        looked.map_err(|source| ServeError::Files { path: options.directory.clone(), source })?;
+        Ok(Folder::new(FileService::new(&self.engine)?, options.clone()).router())
+    }
+
     fn client(&self, store: Option<&StoreRole<R>>) -> Result<Option<StoreClient<R>>, ServeError> {
         let Self { node, engine, config, .. } = self;
         if config.prefill.is_none() && config.decode.is_none() {
@@ -300,9 +348,6 @@ impl<R: Runtime> Composer<'_, R> {
             Some(role) => {
                 let (link, own) = (role.link().clone(), Some(role.store().clone()));
                 StoreClient::new(engine.clone(), link, node.credentials(), own, options)?
-        if let Some(files) = &config.files {
-            services = services.merge(self.files(files).await?);
-        }
             }
             None if config.directory.is_empty() => return Ok(None),
             None => {

@@ -24,6 +24,7 @@ use millpond_core::wire::hello::{Field, Hello, Identity, KvLayout, Purpose, Refu
 use millpond_core::wire::session::{Config, Failure, Key, Peer, Session as Machine, State};
 use millpond_hal::contract::Cipher;
 use parking_lot::Mutex;
+use rustls::pki_types::CertificateDer;
 
 use crate::runtime::{Runtime, Stop, Stream, by, within};
 use crate::tls::{self, Channel, Rejected, Tls};
@@ -87,6 +88,14 @@ impl Credentials {
     #[must_use]
     pub fn with_tls(self, tls: Tls) -> Self {
         Self { tls: Some(tls), ..self }
+    }
+
+    /// Whether who showed this certificate may be the node that it says it is.
+    fn check(&self, certificate: Option<&CertificateDer<'_>>, peer: &Peer) -> Result<(), Refusal> {
+        match &self.tls {
+            Some(tls) if !tls.believes(certificate, &peer.hello.identity.node) => Err(Refusal::of(Field::Certificate)),
+            _ => Ok(()),
+        }
     }
 
     fn config(&self, purpose: Purpose) -> Config {
@@ -311,6 +320,7 @@ async fn dial_one<R: Runtime>(
     let config = target.node.map_or(config, |node| config.expecting(node));
     let mut machine = Box::new(Machine::dial(config, nonce()));
     let met = shake(&mut stream, &mut machine, |_| Ok(())).await;
+    let met = met.and_then(|met| credentials.check(stream.certificate(), &met).map(|()| met).map_err(Ended::refused));
     let peer = met.map_err(|ended| ended.into_error(peer))?;
     Ok(Session { stream, peer, address, permit: Permit::default() })
 }
@@ -531,6 +541,10 @@ enum Ended {
 }
 
 impl Ended {
+    fn refused(refusal: Refusal) -> Self {
+        Self::Failed(Failure::RefusedByUs(refusal))
+    }
+
     fn into_error(self, peer: String) -> SessionError {
         match self {
             Self::Failed(failure) => SessionError::Hello { peer, failure },
@@ -557,6 +571,7 @@ pub(crate) async fn shake_as_dialer<S: AsyncRead + AsyncWrite + Unpin>(
     let mut stream = connect(credentials, stream).await.map_err(failed)?;
     let mut machine = Box::new(Machine::dial(credentials.config(purpose).expecting(node), nonce()));
     let peer = shake(&mut stream, &mut machine, |_| Ok(())).await.map_err(failed)?;
+    credentials.check(stream.certificate(), &peer).map_err(|refusal| failed(Ended::refused(refusal)))?;
     Ok((stream.into_socket(), peer))
 }
 
@@ -588,7 +603,7 @@ async fn connect<S: AsyncRead + AsyncWrite + Unpin>(credentials: &Credentials, s
 async fn greet<S: AsyncRead + AsyncWrite + Unpin>(
     stream: S,
     credentials: &Credentials,
-    decide: impl FnMut(&Peer) -> Result<(), Refusal>,
+    mut decide: impl FnMut(&Peer) -> Result<(), Refusal>,
 ) -> Result<(Channel<S>, Peer), (Ended, Channel<S>)> {
     let mut config = credentials.config(Purpose::Control);
     let (mut stream, first) = match &credentials.tls {
@@ -604,6 +619,8 @@ async fn greet<S: AsyncRead + AsyncWrite + Unpin>(
     };
     let mut machine = Box::new(Machine::accept(config, nonce()));
     machine.on_bytes(&first);
+    let certificate = stream.certificate().cloned();
+    let decide = |peer: &Peer| credentials.check(certificate.as_ref(), peer).and_then(|()| decide(peer));
     match shake(&mut stream, &mut machine, decide).await {
         Ok(peer) => Ok((stream, peer)),
         Err(ended) => Err((ended, stream)),

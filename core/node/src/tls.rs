@@ -3,17 +3,24 @@
 //! TLS lies below the hello: both ends show a certificate before the first byte of it. Sessions go on as a [`Channel`]; a
 //! lane leaves with a `Cipher`, the state of its connection, which the transport drives. Certificates are checked against
 //! the CA for both roles; the name in them is compared only if one is configured, since nodes are told apart by their ids
-//! and come and go under any address. TLS 1.3 by `rustls` over `ring`, which needs a C compiler and nothing else. This
-//! module opens no sockets. Invariants: without a certificate of the CA on both sides no byte of a hello is read or
-//! written; nothing beyond the record in which the hello ends is read from the socket.
+//! and come and go under any address. With `bind_nodes` the id that a peer's hello says must be that of a name in its
+//! certificate, so that no node speaks for another. The files may change while the node runs: [`Tls::reload`] has new
+//! connections made of what they hold by then, and leaves open ones as they are. TLS 1.3 by `rustls` over `ring`, which needs a
+//! C compiler and nothing else. This module opens no sockets. Invariants: files that cannot be used change nothing; without a
+//! certificate of the CA on both sides no byte of a hello is read or written; nothing beyond the record in which the hello ends
+//! is read from the socket.
 
 use std::fmt;
 use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use futures_rustls::{TlsAcceptor, TlsConnector};
+use millpond_core::time::Duration;
+use millpond_core::wire::hello::Identity;
 use millpond_hal::contract::{Cipher, CipherError};
+use parking_lot::RwLock;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor, verify_server_name};
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
@@ -34,6 +41,8 @@ pub(crate) use channel::Rejected;
 
 /// The name that a dialer says when none is configured; nobody looks at it.
 const NO_NAME: &str = "millpond";
+/// What a URI begins with that names a node.
+const NODE_SCHEME: &str = "millpond:";
 
 /// The files that a node's TLS is made of, PEM each; the section `[tls]` of its configuration.
 ///
@@ -54,14 +63,19 @@ pub struct Files {
     pub ca_file: PathBuf,
     /// The name that a node which is dialled must have in its certificate; empty: any.
     pub server_name: String,
+    /// Whether a node is only believed its id if its certificate has its name: as a DNS name, or as the URI `millpond:NAME`.
+    pub bind_nodes: bool,
+    /// How often a node looks whether the files changed.
+    pub reload_interval: Duration,
 }
 
 impl Files {
-    /// These files, and any name.
+    /// These files, any name, nodes not bound, a look every 10 s.
     #[must_use]
     pub fn new(cert_file: impl Into<PathBuf>, key_file: impl Into<PathBuf>, ca_file: impl Into<PathBuf>) -> Self {
         let (cert_file, key_file, ca_file) = (cert_file.into(), key_file.into(), ca_file.into());
-        Self { cert_file, key_file, ca_file, server_name: String::new() }
+        let (server_name, reload_interval) = (String::new(), Duration::from_secs(10));
+        Self { cert_file, key_file, ca_file, server_name, bind_nodes: false, reload_interval }
     }
 }
 
@@ -105,6 +119,14 @@ pub enum TlsError {
         /// Why not.
         why: String,
     },
+    /// Nodes are bound to their certificates, and this one is not of this node.
+    #[error("`tls.cert_file`: {path} does not name the node {node:?}; issue it with that as a DNS name, or with the URI {NODE_SCHEME}{node}", path = path.display())]
+    Node {
+        /// Where the certificate is.
+        path: PathBuf,
+        /// The node's name.
+        node: String,
+    },
     /// The name is none.
     #[error("`tls.server_name`: {name:?} is neither a host name nor an address")]
     Name {
@@ -113,19 +135,33 @@ pub enum TlsError {
     },
 }
 
-/// A node's side of TLS, for both roles. Clones share it.
+/// A node's side of TLS, for both roles. Clones share it, also what is loaded later.
 ///
 /// Example: [`Files`].
 #[derive(Clone)]
-pub struct Tls {
+pub struct Tls(Arc<Shared>);
+
+struct Shared {
+    files: Files,
+    loaded: RwLock<Arc<Loaded>>,
+}
+
+/// What the files held.
+struct Loaded {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
     name: ServerName<'static>,
+    /// The node's own certificate.
+    own: CertificateDer<'static>,
+    stamp: Stamp,
 }
+
+/// Tells a file from what it was: device, inode, length and time of change, of each of the three.
+type Stamp = [Option<(u64, u64, u64, i64, i64)>; 3];
 
 impl fmt::Debug for Tls {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tls").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("Tls").field("files", &self.0.files).finish_non_exhaustive()
     }
 }
 
@@ -136,12 +172,95 @@ impl Tls {
     /// # Errors
     /// See [`TlsError`]; it names the setting and the file at fault.
     pub fn load(files: &Files) -> Result<Self, TlsError> {
+        let loaded = RwLock::new(Arc::new(Loaded::read(files)?));
+        Ok(Self(Arc::new(Shared { files: files.clone(), loaded })))
+    }
+
+    /// Reads the files again if one of them changed; says whether. Connections that are made from then on, by all clones,
+    /// use what they hold now. Blocks for a moment.
+    ///
+    /// # Errors
+    /// What they hold now cannot be used, perhaps because only some of them were replaced so far; nothing changed, and the
+    /// next call tries again.
+    pub fn reload(&self) -> Result<bool, TlsError> {
+        if stamp(&self.0.files) == self.loaded().stamp {
+            return Ok(false);
+        }
+        let loaded = Arc::new(Loaded::read(&self.0.files)?);
+        *self.0.loaded.write() = loaded;
+        Ok(true)
+    }
+
+    /// The node that its own certificate is made for as the URI `millpond:NAME`, if it has one.
+    #[must_use]
+    pub fn own_node(&self) -> Option<[u8; 16]> {
+        nodes_of(&self.loaded().own).into_iter().find(|(_, by)| *by == NamedBy::Uri).map(|(node, _)| node)
+    }
+
+    /// Whether peers that bind nodes to certificates will believe this one that it is `node`.
+    #[must_use]
+    pub fn is_of(&self, node: &[u8; 16]) -> bool {
+        nodes_of(&self.loaded().own).iter().any(|(named, _)| named == node)
+    }
+
+    /// Whether the peer with this certificate is believed to be `node`.
+    pub(crate) fn believes(&self, certificate: Option<&CertificateDer<'_>>, node: &[u8; 16]) -> bool {
+        !self.binds_nodes() || certificate.is_some_and(|own| nodes_of(own).iter().any(|(named, _)| named == node))
+    }
+
+    /// Whether a node is only believed its id if its certificate has its name.
+    #[must_use]
+    pub fn binds_nodes(&self) -> bool {
+        self.0.files.bind_nodes
+    }
+
+    fn loaded(&self) -> Arc<Loaded> {
+        Arc::clone(&self.0.loaded.read())
+    }
+
+    fn connector(&self) -> (TlsConnector, ServerName<'static>) {
+        let loaded = self.loaded();
+        (TlsConnector::from(Arc::clone(&loaded.client)), loaded.name.clone())
+    }
+
+    fn acceptor(&self) -> TlsAcceptor {
+        TlsAcceptor::from(Arc::clone(&self.loaded().server))
+    }
+}
+
+/// How a certificate names a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NamedBy {
+    Dns,
+    Uri,
+}
+
+/// The ids of the nodes that a certificate names.
+fn nodes_of(certificate: &CertificateDer<'_>) -> Vec<([u8; 16], NamedBy)> {
+    let Ok(parsed) = webpki::EndEntityCert::try_from(certificate) else { return Vec::new() };
+    let uris = parsed.valid_uri_names().filter_map(|uri| uri.strip_prefix(NODE_SCHEME));
+    let uris = uris.map(|name| (Identity::id_of(name), NamedBy::Uri));
+    uris.chain(parsed.valid_dns_names().map(|name| (Identity::id_of(name), NamedBy::Dns))).collect()
+}
+
+fn stamp(files: &Files) -> Stamp {
+    [&files.cert_file, &files.key_file, &files.ca_file].map(|path| {
+        let of = std::fs::metadata(path).ok()?;
+        Some((of.dev(), of.ino(), of.len(), of.mtime(), of.mtime_nsec()))
+    })
+}
+
+impl Loaded {
+    fn read(files: &Files) -> Result<Self, TlsError> {
+        // Taken first: what changes while the files are read is read again at the next look.
+        let stamp = stamp(files);
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let mut roots = RootCertStore::empty();
         for ca in certificates("tls.ca_file", &files.ca_file)? {
             roots.add(ca).map_err(|error| unsound("tls.ca_file", &files.ca_file, &error))?;
         }
         let chain = certificates("tls.cert_file", &files.cert_file)?;
+        let own = chain[0].clone(); // there is one: an empty file is an error above
         let key = || private_key(&files.key_file);
         let name = match files.server_name.as_str() {
             "" => ServerName::try_from(NO_NAME),
@@ -174,15 +293,7 @@ impl Tls {
             .with_client_auth_cert(chain, key()?)
             .map_err(key_error)?;
         client.resumption = Resumption::disabled();
-        Ok(Self { client: Arc::new(client), server: Arc::new(server), name })
-    }
-
-    fn connector(&self) -> TlsConnector {
-        TlsConnector::from(Arc::clone(&self.client))
-    }
-
-    fn acceptor(&self) -> TlsAcceptor {
-        TlsAcceptor::from(Arc::clone(&self.server))
+        Ok(Self { client: Arc::new(client), server: Arc::new(server), name, own, stamp })
     }
 }
 

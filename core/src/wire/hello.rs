@@ -329,6 +329,8 @@ fields! {
     Draining = 14 => "draining: the node is going away; use another",
     /// The port takes TLS only.
     Tls = 15 => "TLS: this port takes nothing else; set [tls] on both nodes or on neither",
+    /// The certificate is not of the node that it is shown for.
+    Certificate = 16 => "certificate: it is not of this node; issue one with the node's name, as a DNS name or as the URI millpond:NAME",
 }
 
 /// Why one side refused the other: the field at fault, and its value on both sides where that is a number.

@@ -349,7 +349,78 @@ async fn a_store_under_tls_serves_whoever_has_a_certificate<A: Runtime, B: Runti
     serving.drain().await;
 }
 
+/// Names a session as its ends see it, or says why there is none.
+fn met<S>(session: &Result<Session<S>, SessionError>) -> Result<[u8; 16], String> {
+    session.as_ref().map(|session| session.peer.hello.identity.node).map_err(ToString::to_string)
+}
+
+async fn a_certificate_is_renewed_without_a_restart<A: Runtime, B: Runtime>(a: A, b: B) {
+    let (ca, next) = (Ca::new("one"), Ca::new("next"));
+    let files = ca.files("two");
+    let (there, here, strange) =
+        (Tls::load(&files).unwrap(), ca.tls("one"), Tls::load(&next.files("stranger")).unwrap());
+    let (address, _) = port(&b, of(2, Some(there.clone()))).await;
+    let mut before = dial_as(&a, address, &of(1, Some(here.clone()))).await.unwrap();
+    assert!(dial_as(&a, address, &of(1, Some(strange.clone()))).await.is_err());
+    assert!(!there.reload().unwrap(), "nothing changed");
+    // A certificate without its key: what was loaded stays in force until both are there.
+    let renewed = next.files("two");
+    std::fs::copy(&renewed.cert_file, &files.cert_file).unwrap();
+    assert!(there.reload().unwrap_err().to_string().contains("not signed by the CA"));
+    std::fs::copy(&renewed.ca_file, &files.ca_file).unwrap();
+    assert!(there.reload().unwrap_err().to_string().contains("tls.key_file"));
+    dial_as(&a, address, &of(1, Some(here.clone()))).await.unwrap();
+    std::fs::copy(&renewed.key_file, &files.key_file).unwrap();
+    assert!(there.reload().unwrap());
+    dial_as(&a, address, &of(1, Some(strange))).await.unwrap();
+    assert!(dial_as(&a, address, &of(1, Some(here))).await.is_err(), "its CA is not trusted any more");
+    let mut word = vec![3; 50_000];
+    before.stream.write_all(&word).await.unwrap();
+    before.stream.flush().await.unwrap();
+    before.stream.read_exact(&mut word).await.unwrap();
+}
+
+async fn a_node_cannot_claim_the_id_of_another_whose_certificate_it_has_not<A: Runtime, B: Runtime>(a: A, b: B) {
+    let ca = Ca::new("one");
+    let tls = |name: &str, binds: bool| {
+        let mut files = ca.files(name);
+        files.bind_nodes = binds;
+        Tls::load(&files).unwrap()
+    };
+    let as_node = |name: &str, tls: &Tls| {
+        Credentials::new(Identity { node: Identity::id_of(name), ..identity(1, 1) }).with_tls(tls.clone())
+    };
+    let (address, refused) = port(&b, as_node("two", &tls("two", true))).await;
+    let (one, loose) = (tls("one", true), tls("one", false));
+    assert!(one.is_of(&Identity::id_of("one")) && !one.is_of(&Identity::id_of("two")));
+    assert_eq!(met(&dial_as(&a, address, &as_node("one", &one)).await), Ok(Identity::id_of("two")));
+    // The dialer lies, with a certificate of the same CA.
+    let session = dial_as(&a, address, &as_node("three", &loose)).await;
+    assert!(met(&session).unwrap_err().contains("it is not of this node"));
+    // The one that is dialled lies.
+    let (lying, _) = port(&b, as_node("three", &tls("two", false))).await;
+    let session = dial_as(&a, lying, &as_node("one", &one)).await;
+    assert!(met(&session).unwrap_err().contains("it is not of this node"));
+    assert_eq!(met(&dial_as(&a, lying, &as_node("one", &loose)).await), Ok(Identity::id_of("three")));
+    let refused = refused.lock().iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert!(refused.len() == 1 && refused[0].contains("it is not of this node"), "{refused:?}");
+    // Names that are none of DNS stand in a URI.
+    let mut params = CertificateParams::new(vec!["millpond".to_owned()]).unwrap();
+    let uri = "millpond:store@10.0.0.1:7000".try_into().unwrap();
+    params.subject_alt_names.push(rcgen::SanType::URI(uri));
+    let (key, mut files) = (KeyPair::generate().unwrap(), ca.files("uri"));
+    std::fs::write(&files.cert_file, params.signed_by(&key, &ca.issuer).unwrap().pem()).unwrap();
+    std::fs::write(&files.key_file, key.serialize_pem()).unwrap();
+    files.bind_nodes = true;
+    let named = Tls::load(&files).unwrap();
+    assert_eq!(named.own_node(), Some(Identity::id_of("store@10.0.0.1:7000")));
+    let session = dial_as(&a, address, &as_node("store@10.0.0.1:7000", &named)).await;
+    assert_eq!(met(&session), Ok(Identity::id_of("two")));
+}
+
 on_pairs!(
+    a_certificate_is_renewed_without_a_restart,
+    a_node_cannot_claim_the_id_of_another_whose_certificate_it_has_not,
     a_store_under_tls_serves_whoever_has_a_certificate,
     what_is_said_under_tls_is_heard_by_its_two_ends_only,
     each_way_in_which_tls_fails_is_said_at_both_ends,
@@ -390,4 +461,29 @@ fn files_that_make_no_tls_are_named_with_what_is_wrong() {
     let mut named = good.clone();
     named.server_name = "no name!".to_owned();
     assert!(matches!(Tls::load(&named), Err(TlsError::Name { .. })));
+}
+
+#[test]
+fn a_node_that_is_not_of_its_certificate_does_not_start() {
+    let ca = Ca::new("one");
+    let files = ca.files("decode-0");
+    let start = |name: &str| {
+        let text = format!(
+            "[files]\ndirectory = {:?}\n[node]\nname = {name:?}\nlisten = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\n\
+             [tls]\nbind_nodes = true\nreload_interval = \"1ms\"\ncert_file = {:?}\nkey_file = {:?}\nca_file = {:?}",
+            ca.folder, files.cert_file, files.key_file, files.ca_file
+        );
+        millpond_tokio::run(move |runtime| async move {
+            let serving = Serving::start(&runtime, &Config::parse(&text, |_| None).unwrap()).await;
+            let serving = serving.map_err(|error| error.to_string())?;
+            // It looks at its files by itself; here they do not change.
+            runtime.sleep(Duration::from_millis(20)).await;
+            serving.drain().await;
+            Ok::<(), String>(())
+        })
+        .unwrap()
+    };
+    start("decode-0").unwrap();
+    let error = start("decode-1").unwrap_err();
+    assert!(error.contains("decode-1") && error.contains("millpond:decode-1"), "{error}");
 }

@@ -17,6 +17,7 @@ use crate::config::parse_span;
 use crate::engine::{self, Engine};
 use crate::node::{self, Node};
 use crate::runtime::Runtime;
+use crate::tls::Tls;
 
 /// A key on the command line: text, or any bytes.
 #[derive(Debug, clap::Args)]
@@ -145,11 +146,13 @@ pub(super) fn connect<R: Runtime>(runtime: &R, at: &At) -> Result<StoreClient<R>
     let (directory, key) = at.directory()?;
     let mut own = [0; 16];
     getrandom::fill(&mut own).map_err(|error| Failure::Said(format!("the system gives no random bytes: {error}")))?;
+    let tls = at.tls.load().map_err(|error| Failure::Said(error.to_string()))?;
+    // A certificate that is made for one node makes this one of it.
+    let own = tls.as_ref().and_then(Tls::own_node).unwrap_or(own);
     let identity = Identity { node: own, ..node::identity("command", None)? };
     let key = (!key.is_empty()).then(|| ClusterKey::new(key.as_bytes()));
     let (mut options, mut engine_options) = (node::Options::new(identity), engine::Options::new(identity));
     (options.key, engine_options.key) = (key, key);
-    let tls = at.tls.load().map_err(|error| Failure::Said(error.to_string()))?;
     (options.tls, engine_options.tls) = (tls.clone(), tls);
     let engine = Engine::start(runtime.clone(), engine_options)?;
     let node = Node::new(runtime.clone(), options);

@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 use futures::io::{AsyncRead, AsyncWrite};
 use futures_rustls::TlsStream;
 use millpond_hal::contract::Cipher;
+use rustls::pki_types::CertificateDer;
 
 use super::records::{NoTls, Records};
 use super::{LaneCipher, Tls};
@@ -38,6 +39,15 @@ impl<S> Channel<S> {
     /// A connection without TLS.
     pub(crate) fn plain(socket: S) -> Self {
         Self(Inner::Plain(socket))
+    }
+
+    /// The peer's certificate, under TLS.
+    pub(crate) fn certificate(&self) -> Option<&CertificateDer<'static>> {
+        let certificates = match &self.0 {
+            Inner::Plain(_) => None,
+            Inner::Secured(stream) => stream.get_ref().1.peer_certificates(),
+        };
+        certificates.and_then(<[_]>::first)
     }
 
     /// The socket, which goes on without TLS from here.
@@ -78,7 +88,8 @@ impl<S: Stream> Channel<S> {
 impl Tls {
     /// The dialing end of the handshake.
     pub(crate) async fn connect<S: AsyncRead + AsyncWrite + Unpin>(&self, socket: S) -> io::Result<Channel<S>> {
-        let stream = self.connector().connect(self.name.clone(), Records::new(socket)).await?;
+        let (connector, name) = self.connector();
+        let stream = connector.connect(name, Records::new(socket)).await?;
         Ok(Channel(Inner::Secured(Box::new(stream.into()))))
     }
 
