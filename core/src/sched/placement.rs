@@ -12,7 +12,7 @@
 //! - An instance without any matched block pulls if anybody has one; if nobody has, there is nothing to pull.
 //! - At the threshold exactly the two published variants differ: `mooncake_fast25` recomputes, `mooncake_arxiv` pulls.
 //! - A partial last block never counts; a full hit still computes one token.
-//! - Equal costs: the first instance. Equal holders of the best prefix: the first one; `millpond` takes the one that sends
+//! - Equal costs (and nearly equal ones, [`Options::near`]) take turns. Equal holders of the best prefix: the first one; `millpond` takes the one that sends
 //!   the least. Nobody pulls from itself.
 //! - The arXiv text forwards a request when computing is *shorter* than the transfer; its own pseudo-code and sense say the
 //!   reverse, and so do we.
@@ -126,7 +126,8 @@ impl core::str::FromStr for Policy {
 pub struct Prompt {
     /// Its length in tokens.
     pub tokens: u32,
-    /// Turns of `random` and `round_robin`: a counter that the caller increments with every request.
+    /// A counter that the caller increments with every request: turns of `random`, of `round_robin`, and of whoever costs
+    /// the same. Several routers over the same instances start at different numbers.
     pub turn: u64,
 }
 

@@ -85,6 +85,8 @@ impl Record {
         head.into_iter().for_each(&mut put);
         put(self.options.policy as u64);
         [self.options.threshold, self.options.push_back].map(f64::to_bits).into_iter().for_each(&mut put);
+        put(u64::from(self.options.near.parts_per_thousand));
+        put(self.options.near.slack);
         for view in &self.prefill {
             put(u64::from(view.down) << 32 | u64::from(view.matched));
             put(u64::from(view.sending) << 32 | u64::from(view.receiving));
@@ -215,6 +217,8 @@ mod tests {
         changed(|record| record.now = Instant::from_nanos(6));
         changed(|record| record.index_version += 1);
         changed(|record| record.options.threshold = 2.0);
+        changed(|record| record.options.near.parts_per_thousand = 50);
+        changed(|record| record.options.near.slack = 1);
         changed(|record| record.prefill[1].receiving = 1);
         changed(|record| record.candidates[0].score += 1);
         changed(|record| record.placed = None);
@@ -232,7 +236,7 @@ mod tests {
         others.push(hash(&first));
         others.sort_unstable();
         others.dedup();
-        assert_eq!(others.len(), 8);
+        assert_eq!(others.len(), 10);
     }
 
     #[test]

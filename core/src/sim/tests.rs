@@ -83,22 +83,27 @@ fn a_shorter_request_does_not_start_before_the_prefix_it_needs_is_computed() {
 
 #[test]
 fn a_prefix_is_pulled_to_an_idle_node() {
-    // The holder of the prefix is busy for ten seconds; 1,024 tokens take 102.4 ms to pull, 512 are computed.
+    // The idle take turns: the second goes to the other node, the third to the holder of the prefix, for ten seconds. 1,024 tokens take 102.4 ms to pull, 512 are computed.
     let long: Vec<u64> = (10..30).collect();
-    let requests = trace(&[(0, 1_024, 2, &[0, 1]), (5_000, 10_240, 2, &long), (7_000, 1_536, 2, &[0, 1, 2])]);
+    let requests = trace(&[
+        (0, 1_024, 2, &[0, 1]),
+        (3_000, 512, 2, &[9]),
+        (5_000, 10_240, 2, &long),
+        (7_000, 1_536, 2, &[0, 1, 2]),
+    ]);
     for policy in [placement::Policy::Millpond, placement::Policy::MooncakeFast25, placement::Policy::MooncakeArxiv] {
         let mut setup = setup(2, 1);
         (setup.placement.policy, setup.profile.link.bytes_per_second) = (policy, 1e7);
         let outcome = run(&requests, &setup).unwrap();
         assert_eq!(
-            (ttfts(&outcome)[2], outcome.pulls, outcome.by_prefill.as_slice()),
-            (614_400, 1, &[2, 1][..]),
+            (ttfts(&outcome)[3], outcome.pulls, outcome.by_prefill.as_slice()),
+            (614_400, 1, &[2, 2][..]),
             "{policy:?}"
         );
     }
     let mut setup = setup(2, 1);
     setup.placement.policy = placement::Policy::LocalPrefix;
-    assert_eq!(ttfts(&run(&requests, &setup).unwrap())[2], 1_536_000);
+    assert_eq!(ttfts(&run(&requests, &setup).unwrap())[3], 1_536_000);
 }
 
 #[test]

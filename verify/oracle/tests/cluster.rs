@@ -5,8 +5,11 @@ use std::collections::{BTreeMap, VecDeque};
 
 use millpond_core::hash::RouteHash;
 use millpond_core::prefix::Holder;
+use millpond_core::sched::cost::{Link, Prefill, Profile};
 use millpond_core::sched::index::{Change, Event, Index, Knowledge, Limits, Outcome};
-use millpond_core::sched::spread::{Near, pick};
+use millpond_core::sched::placement::{Options, PrefillView, Prompt, place_prefill};
+use millpond_core::sched::spread::Near;
+use millpond_core::time::Duration;
 
 /// A small generator with a fixed seed: every run does the same.
 struct Random(u64);
@@ -298,23 +301,40 @@ impl Routers {
         self.sent.iter_mut().for_each(|sent| sent.fill(0));
     }
 
-    /// A request comes to `router` that takes `cost(worker)`. The worker that gets it.
-    fn place(&mut self, now: Micros, router: usize, cost: impl Fn(usize) -> Micros) -> usize {
+    /// A prompt comes to `router`, a microsecond per token, of which the worker has `matched` blocks. The worker that gets it.
+    fn place(&mut self, now: Micros, router: usize, tokens: u32, matched: impl Fn(usize) -> u32) -> usize {
         let wait = |worker: usize| self.reported[worker].saturating_sub(now) + self.sent[router][worker];
-        let scores: Vec<u64> = (0..self.work.len()).map(|worker| wait(worker) + cost(worker)).collect();
-        let near = match self.choice {
+        let views: Vec<PrefillView> = (0..self.work.len())
+            .map(|worker| PrefillView {
+                wait: Duration::from_micros(wait(worker)),
+                matched: matched(worker),
+                ..PrefillView::default()
+            })
+            .collect();
+        let mut options = Options::default();
+        options.near = match self.choice {
             Choice::Least => Near::default(),
             Choice::Near => Near { parts_per_thousand: 50, slack: 0 },
         };
         let turn = if self.choice == Choice::Near { self.turns[router] } else { 0 };
         self.turns[router] += 1;
-        let worker = pick(scores.iter().copied(), near, turn).unwrap();
-        self.sent[router][worker] += cost(worker);
+        let placed = place_prefill(&options, &profile(), Prompt { tokens, turn }, &views, &mut Vec::new()).unwrap();
+        let (worker, cost) = (placed.chosen.instance as usize, placed.chosen.prefill.as_micros());
+        self.sent[router][worker] += cost;
         self.waited += self.busy_until[worker].saturating_sub(now);
-        self.busy_until[worker] = self.busy_until[worker].max(now) + cost(worker);
-        self.work[worker] += cost(worker);
+        self.busy_until[worker] = self.busy_until[worker].max(now) + cost;
+        self.work[worker] += cost;
         worker
     }
+}
+
+/// A microsecond per token, 60,000 tokens per block, and a network on which nothing is worth pulling.
+fn profile() -> Profile {
+    let mut profile = Profile::default();
+    (profile.block_tokens, profile.kv_bytes_per_token) = (60_000, 1);
+    profile.prefill = Prefill { fixed: 0.0, linear: 1e-6, quadratic: 0.0 };
+    profile.link = Link { bytes_per_second: 1.0, latency: 0.0 };
+    profile
 }
 
 /// The greatest over the mean, in percent.
@@ -345,7 +365,7 @@ fn steady(choice: Choice) -> (u64, Micros) {
             window_end += 10_000_000;
         }
         let (router, cost) = (usize::try_from(random.below(16)).unwrap(), 50_000 + random.below(100_000));
-        routers.place(now, router, |_| cost);
+        routers.place(now, router, u32::try_from(cost).unwrap(), |_| 0);
         requests += 1;
     }
     (worst, routers.waited / requests)
@@ -364,7 +384,7 @@ fn a_burst_that_meets_idle_workers_is_spread_by_routers_that_do_not_hear_of_each
     let burst = |choice| {
         let mut routers = Routers::new(ROUTERS, WORKERS, choice);
         (0..160).for_each(|request| {
-            routers.place(0, request % ROUTERS, |_| 100_000);
+            routers.place(0, request % ROUTERS, 100_000, |_| 0);
         });
         peak(&routers.work)
     };
@@ -390,8 +410,8 @@ fn a_first_block_that_all_prompts_share_does_not_draw_them_to_one_instance() {
         }
         let chain = [RouteHash(1), RouteHash(random.next()), RouteHash(random.next())];
         index.matches(&chain, &mut matches);
-        let cost = |worker: usize| u64::from(3 - matches.len_of(Holder(u16::try_from(worker).unwrap()))) * 60_000;
-        let worker = routers.place(now, 0, cost);
+        let matched = |worker: usize| matches.len_of(Holder(u16::try_from(worker).unwrap()));
+        let worker = routers.place(now, 0, 3 * 60_000, matched);
         counts[worker] += 1;
         let number = numbers.entry(worker).or_default();
         *number += 1;
@@ -410,7 +430,7 @@ fn an_idle_start_spreads_over_both_of_two() {
         for request in 0..448_u64 {
             // Each is done before the next comes: there is no load that could tell them apart.
             routers.report();
-            counts[routers.place(request * 1_000_000, 0, |_| 100_000)] += 1;
+            counts[routers.place(request * 1_000_000, 0, 100_000, |_| 0)] += 1;
         }
         counts
     };

@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 use super::{Candidate, DecodeView, Placed, Policy, PrefillView, Prompt, Reason};
 use crate::sched::cost::{Flows, Profile, Work};
 use crate::sched::queue::nanos;
+use crate::sched::spread::{Near, pick};
 use crate::time::Duration;
 
 /// What a policy can be told.
@@ -25,11 +26,14 @@ pub struct Options {
     pub threshold: f64,
     /// What `millpond` counts a second by which it pushes somebody back, in seconds.
     pub push_back: f64,
+    /// Scores that are as good as the least: those take turns. By default only equal ones; routers that share instances and
+    /// know what was true a second ago do well with 50 thousandths.
+    pub near: Near,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { policy: Policy::Millpond, threshold: 1.0, push_back: 1.0 }
+        Self { policy: Policy::Millpond, threshold: 1.0, push_back: 1.0, near: Near::default() }
     }
 }
 
@@ -75,7 +79,7 @@ pub fn place_prefill(
     let place = match options.policy {
         Policy::Random => below(mixed(prompt.turn), candidates.len())?,
         Policy::RoundRobin => below_turn(prompt.turn, candidates.len())?,
-        _ => least(candidates)?,
+        _ => pick(candidates.iter().map(|candidate| candidate.score), options.near, prompt.turn)?,
     };
     let chosen = candidates[place];
     let others = candidates.iter().filter(|other| other.instance != chosen.instance);
@@ -204,11 +208,6 @@ fn best_holder(policy: Policy, profile: &Profile, prompt: Prompt, prefill: &[Pre
         }
     }
     best
-}
-
-/// The first candidate with the least score.
-fn least(candidates: &[Candidate]) -> Option<usize> {
-    (0..candidates.len()).min_by_key(|&place| candidates[place].score)
 }
 
 fn reason(policy: Policy, chosen: &Candidate, best: Option<Best>) -> Reason {

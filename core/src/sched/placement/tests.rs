@@ -4,6 +4,7 @@ use alloc::vec::Vec;
 
 use super::*;
 use crate::sched::cost::{Decode, Link, Prefill, Profile};
+use crate::sched::spread::Near;
 
 /// 1 ms a token, 10 tokens a block, 100 us to move a token.
 fn profile() -> Profile {
@@ -195,6 +196,21 @@ fn turns_go_round_and_random_ones_are_spread() {
     let mut counts = [0_u32; 4];
     (0..4_000).for_each(|turn| counts[nth(Policy::Random, turn) as usize] += 1);
     assert!(counts.iter().all(|count| (900..1_100).contains(count)), "{counts:?}");
+}
+
+#[test]
+fn whoever_costs_the_same_takes_turns_and_whoever_costs_more_does_not() {
+    let views = [view(3, 0), view(0, 0), view(0, 0), view(1, 0)];
+    let nth = |near, turn| {
+        let options = Options { near, ..Options::default() };
+        let prompt = Prompt { tokens: 10, turn };
+        let placed = place_prefill(&options, &profile(), prompt, &views, &mut Vec::new()).unwrap();
+        (placed.chosen.instance, placed.margin.unwrap())
+    };
+    assert_eq!([0, 1, 2].map(|turn| nth(Near::default(), turn)), [(1, 0), (2, 0), (1, 0)]);
+    // 10 ms of prefill: 11 ms is as good as 10, 13 ms is not; the margin of one that is a little worse is zero.
+    let near = Near { parts_per_thousand: 100, slack: 0 };
+    assert_eq!([0, 1, 2, 3].map(|turn| nth(near, turn)), [(1, 0), (2, 0), (3, 0), (1, 0)]);
 }
 
 #[test]
