@@ -358,14 +358,6 @@ impl<R: Runtime> Composer<'_, R> {
         Ok(Some(client))
     }
 
-    /// The directory of published files; what it is for peers is looked at when they ask.
-    async fn files(&self, options: &FolderOptions) -> Result<rpc::Router, ServeError> {
-        let path = options.directory.clone();
-        let looked = blocking(self.node.runtime(), move || std::fs::read_dir(path).map(drop)).await;
-        looked.map_err(|source| ServeError::Files { path: options.directory.clone(), source })?;
-        Ok(Folder::new(FileService::new(&self.engine)?, options.clone()).router())
-    }
-
     /// Prefill and decode, whichever of the two is on, and their pages.
     async fn serving_roles(&self, client: Option<StoreClient<R>>) -> Result<(rpc::Router, Pools), ServeError> {
         let Self { node, engine, config, .. } = self;

@@ -360,7 +360,9 @@ async fn a_certificate_is_renewed_without_a_restart<A: Runtime, B: Runtime>(a: A
     let (there, here, strange) =
         (Tls::load(&files).unwrap(), ca.tls("one"), Tls::load(&next.files("stranger")).unwrap());
     let (address, _) = port(&b, of(2, Some(there.clone()))).await;
-    let mut before = dial_as(&a, address, &of(1, Some(here.clone()))).await.unwrap();
+    // A port serves one session at a time, so the one that stays open has a port of its own.
+    let (busy, _) = port(&b, of(3, Some(there.clone()))).await;
+    let mut before = dial_as(&a, busy, &of(1, Some(here.clone()))).await.unwrap();
     assert!(dial_as(&a, address, &of(1, Some(strange.clone()))).await.is_err());
     assert!(!there.reload().unwrap(), "nothing changed");
     // A certificate without its key: what was loaded stays in force until both are there.

@@ -186,6 +186,10 @@ struct Bench<R: Runtime> {
 
 pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, rows: &mut Rows<'_, '_>) -> Result<(), Error> {
     let points = args.points()?;
+    if args.via.contains(&Path::File) {
+        let what = "values travel over tcp or shm; --via file is for `bench transfer`".to_owned();
+        return Err(Error::Point { what });
+    }
     for path in &args.via {
         for replicas in &args.replicas {
             let mut bench = Bench::start(runtime, *path, *replicas).await?;
@@ -313,8 +317,8 @@ impl<R: Runtime> Bench<R> {
     fn row(&self, shape: Shape, mut taken: Taken) -> Row {
         let point = Point { mode: Mode::Spin, size: shape.size, batch: shape.batch, time: shape.time };
         let peer = match self.path {
-            Path::Tcp => "millpond-store-tcp",
             Path::Shm => "millpond-store-shm",
+            _ => "millpond-store-tcp",
         };
         let span_s = taken.elapsed.as_secs_f64();
         let row = bare::row(peer, shape.name(), &point, taken.ops, span_s, &mut taken.latencies);
