@@ -70,17 +70,15 @@ struct Failing {
 }
 
 impl Blocks for Failing {
-    fn leading(&self, names: Vec<BlockName>) -> BoxFuture<'static, usize> {
-        self.blocks.leading(names)
-    }
-
     fn load(&self, wanted: Vec<(BlockName, RegionBuf)>) -> BoxFuture<'static, Vec<Result<RegionBuf, Missing>>> {
         let (loaded, is_page_lost) = (self.blocks.load(wanted), self.is_page_lost);
         async move {
             let mut loaded = loaded.await;
-            let mut page = loaded[2].take_page();
-            page.fill(0xff);
-            loaded[2] = Err(Missing { page: (!is_page_lost).then_some(page) });
+            if loaded.iter().all(Result::is_ok) {
+                let mut page = loaded[2].take_page();
+                page.fill(0xff);
+                loaded[2] = Err(Missing { page: (!is_page_lost).then_some(page) });
+            }
             loaded
         }
         .boxed()

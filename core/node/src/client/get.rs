@@ -23,7 +23,8 @@ use crate::store::checksum;
 const CALLS_MAX: usize = 8;
 const INLINE_ITEMS_MAX: usize = 1_024;
 const REMOTE_ITEMS_MAX: usize = 256;
-const REMOTE_LEN_MAX: u64 = 256 << 20;
+/// Bytes of one call's values, unless a single one is longer: while the next come, those that came are checked.
+const REMOTE_LEN_MAX: u64 = 4 << 20;
 /// Lookups of one get: the cache's or the first, and one more after every replica failed.
 const LOOKUPS_MAX: u32 = 2;
 
@@ -145,9 +146,8 @@ impl<R: Runtime> Inner<R> {
                 break;
             }
             let calls = self.get_calls(&mut jobs);
-            let answers: Vec<(Call, Result<Vec<GetOutcome>, String>)> =
-                stream::iter(calls).map(|call| self.ask(call)).buffer_unordered(CALLS_MAX).collect().await;
-            for (call, answer) in answers {
+            let mut answers = stream::iter(calls).map(|call| self.ask(call)).buffer_unordered(CALLS_MAX);
+            while let Some((call, answer)) = answers.next().await {
                 self.settle_get(&mut jobs, call, answer);
             }
         }

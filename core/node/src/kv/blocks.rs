@@ -14,10 +14,7 @@ use crate::runtime::Runtime;
 ///
 /// Example: `verify/tests/serving.rs`.
 pub trait Blocks: Send + Sync + 'static {
-    /// How many of `names`, counted from the first, are there.
-    fn leading(&self, names: Vec<BlockName>) -> BoxFuture<'static, usize>;
-
-    /// Fills each page with its block; the pages come back in order, filled in `Ok`.
+    /// Fills each page with its block, if it is there; the pages come back in order, filled in `Ok`.
     fn load(&self, wanted: Vec<(BlockName, RegionBuf)>) -> BoxFuture<'static, Vec<Result<RegionBuf, Missing>>>;
 
     /// Keeps a block that follows `parent`; whether it is kept now.
@@ -54,21 +51,6 @@ fn key(name: BlockName) -> Vec<u8> {
 }
 
 impl<R: Runtime> Blocks for StoreBlocks<R> {
-    fn leading(&self, names: Vec<BlockName>) -> BoxFuture<'static, usize> {
-        let client = self.client.clone();
-        async move {
-            let keys: Vec<Vec<u8>> = names.into_iter().map(key).collect();
-            match client.exists(&keys).await {
-                Ok(present) => present.iter().take_while(|is_there| **is_there).count(),
-                Err(error) => {
-                    tracing::warn!(%error, "the store does not say which blocks it has; they are computed");
-                    0
-                }
-            }
-        }
-        .boxed()
-    }
-
     fn load(&self, wanted: Vec<(BlockName, RegionBuf)>) -> BoxFuture<'static, Vec<Result<RegionBuf, Missing>>> {
         let client = self.client.clone();
         async move {
@@ -113,10 +95,8 @@ impl<R: Runtime> Blocks for StoreBlocks<R> {
 /// Blocks in the memory of this process, for runs without a store: at most so many, the oldest go first.
 ///
 /// ```
-/// use millpond_core::hash::BlockName;
-/// use millpond_node::kv::{Blocks, LocalBlocks};
-/// let blocks = LocalBlocks::new(16);
-/// assert_eq!(futures::executor::block_on(blocks.leading(vec![BlockName([1; 16])])), 0);
+/// let blocks = millpond_node::kv::LocalBlocks::new(16);
+/// assert!(blocks.is_empty());
 /// ```
 #[derive(Debug)]
 pub struct LocalBlocks {
@@ -151,11 +131,6 @@ impl LocalBlocks {
 }
 
 impl Blocks for LocalBlocks {
-    fn leading(&self, names: Vec<BlockName>) -> BoxFuture<'static, usize> {
-        let state = self.state.lock();
-        ready(names.iter().take_while(|name| state.blocks.contains_key(name)).count()).boxed()
-    }
-
     fn load(&self, wanted: Vec<(BlockName, RegionBuf)>) -> BoxFuture<'static, Vec<Result<RegionBuf, Missing>>> {
         let state = self.state.lock();
         let load = |(name, mut page): (BlockName, RegionBuf)| match state.blocks.get(&name) {

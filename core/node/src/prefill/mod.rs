@@ -281,24 +281,27 @@ impl<R: Runtime> Prefill<R> {
         let inner = &*self.inner;
         let block = self.card().layout.shape().block_tokens as usize;
         let most = (prompt.tokens.len() - 1) / block;
-        let mut hits = match &inner.blocks {
-            Some(blocks) if most > 0 => blocks.leading(names[..most].to_vec()).await.min(most),
-            _ => 0,
-        };
-        if let Some(blocks) = inner.blocks.as_ref().filter(|_| hits > 0) {
-            let wanted = names.iter().zip(&mut pages[..hits]).filter_map(|(name, page)| Some((*name, page.lend()?)));
-            let loaded = blocks.load(wanted.collect()).await;
-            hits = hits.min(loaded.len());
-            for (index, page) in loaded.into_iter().enumerate() {
-                hits = if page.is_ok() { hits } else { hits.min(index) };
-                match page.or_else(|missing| missing.page.ok_or(())) {
-                    Ok(buf) => pages[index].give_back(buf),
-                    // The page's memory is still out; another takes its place.
-                    Err(()) => pages[index] = inner.take(1).await.pop().ok_or_else(no_page)?,
-                }
+        let Some(blocks) = inner.blocks.as_ref().filter(|_| most > 0) else { return Ok((pages, 0)) };
+        // All are asked for at once: looking first which are there would be another trip.
+        let wanted = names.iter().zip(&mut pages[..most]).map_while(|(name, page)| Some((*name, page.lend()?)));
+        let loaded = blocks.load(wanted.collect()).await;
+        let hits = loaded.iter().take_while(|page| page.is_ok()).count();
+        let count = pages.len();
+        let (mut whole, mut lent) = (Vec::with_capacity(count), pages.drain(..loaded.len()));
+        for (mut page, loaded) in lent.by_ref().zip(loaded) {
+            // A page whose memory is still out is given up; which page takes its place is all the same behind the hits.
+            if let Ok(buf) = loaded.or_else(|missing| missing.page.ok_or(())) {
+                page.give_back(buf);
+                whole.push(page);
             }
         }
-        Ok((pages, hits))
+        drop(lent);
+        whole.append(&mut pages);
+        let lost = u32::try_from(count - whole.len()).unwrap_or(u32::MAX);
+        if lost > 0 {
+            whole.append(&mut inner.take(lost).await);
+        }
+        Ok((whole, hits))
     }
 
     /// Gives the full blocks of `tokens` from block `first` on to the store, in the background. The pages are held until
@@ -356,10 +359,6 @@ struct Put {
     name: BlockName,
     parent: Option<BlockName>,
     bytes: RegionBytes,
-}
-
-fn no_page() -> Refusal {
-    Refusal::new(Reason::Failed, "no KV page came; this is a bug")
 }
 
 impl<R: Runtime> Inner<R> {
