@@ -3,7 +3,8 @@
 //! Batches go through in order, each with one request at its end that tells: the arrival, written into the peer's ring with an
 //! immediate, or a read of a word of the peer's, which returns only after the writes before it are visible. That request is
 //! signalled, others are only every so often. A completion says that everything before it is complete too, so what a broken
-//! queue did is known up to the request that failed; what came after it was not started and is posted again elsewhere.
+//! queue did is known up to the request that failed; what came after it was not started and is posted again elsewhere. Only the
+//! first failure says so: of those behind it each completes as flushed, and says nothing of what is before it.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -71,6 +72,8 @@ pub(super) struct Queue {
     pub(super) generation: u16,
     /// Whether it is connected.
     pub(super) is_ready: bool,
+    /// Whether a request failed, and its link ends: no later completion means anything.
+    is_broken: bool,
     entries: VecDeque<Entry>,
     /// Number of the first entry.
     first: u32,
@@ -100,6 +103,7 @@ impl Queue {
             index,
             generation: 0,
             is_ready: true,
+            is_broken: false,
             entries: VecDeque::with_capacity(OUT_DEPTH as usize),
             first: 0,
             unsignalled: 0,
@@ -296,8 +300,8 @@ impl Queue {
         inbound: &mut dyn Inbound,
     ) -> Settled {
         let before = number.wrapping_sub(self.first);
-        if before as usize >= self.entries.len() {
-            // Of a queue that was made anew, or the NIC's invention; nothing of ours waits for it.
+        if self.is_broken || before as usize >= self.entries.len() {
+            // Flushed, of a queue that was made anew, or the NIC's invention; nothing of ours waits for it.
             return Settled::Going;
         }
         let done = before + u32::from(status == Status::Done);
@@ -305,12 +309,14 @@ impl Queue {
             let Some(entry) = self.take() else { break };
             settle(&entry, jobs, over, inbound);
         }
-        match status {
+        let settled = match status {
             Status::Done => Settled::Going,
             Status::RemoteAccess => self.break_off(packet_len, jobs, over),
             Status::NoAnswer | Status::NotReady => Settled::Lost,
             Status::Flushed | Status::Other(_) => Settled::Failed,
-        }
+        };
+        self.is_broken = matches!(settled, Settled::Lost | Settled::Failed);
+        settled
     }
 
     fn take(&mut self) -> Option<Entry> {

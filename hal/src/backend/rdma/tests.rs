@@ -393,6 +393,40 @@ fn when_queues_break_under_load_every_ticket_ends_once() {
     }
 }
 
+/// Every request behind the one that failed completes as flushed, which says nothing of those before it.
+#[test]
+fn a_write_that_was_flushed_is_never_done() {
+    let (mut early, mut late) = (0, 0);
+    for step in 0..30 {
+        let mut ends = ends();
+        let (_region, grant, there) = ends.target(1 << 20);
+        let source = ends.source(1 << 20);
+        let warm = writes(&source, there, 1, 8);
+        assert!(ends.run(warm).is_done());
+        source.carve(0, 1 << 20).unwrap().fill(9);
+        let tickets: Vec<_> = (0..20u64)
+            .map(|at| {
+                let mut batch = Batch::new();
+                for part in (at * 10)..(at * 10 + 10) {
+                    batch.write(source.carve(part * 512, 512).unwrap().freeze(), Extent::new(there, part * 512, 512));
+                }
+                ends.post(batch)
+            })
+            .collect();
+        (0..step).for_each(|_| ends.step());
+        ends.nic.break_all();
+        let done: Vec<_> = tickets.into_iter().map(|ticket| ends.end(ticket).is_done()).collect();
+        (early, late) =
+            done.iter().fold((early, late), |(no, yes), done| (no + u32::from(!done), yes + u32::from(*done)));
+        let target = ends.there.close(grant).pop().unwrap();
+        for (at, _) in done.iter().enumerate().filter(|(_, done)| **done) {
+            let there = &target[at * 5120..(at + 1) * 5120];
+            assert!(there.iter().all(|byte| *byte == 9), "step {step}: batch {at} is done and not there");
+        }
+    }
+    assert!(early > 0 && late > 0, "{early} ended early, {late} were done: the test shows nothing");
+}
+
 #[test]
 fn every_way_a_request_fails_ends_the_link_and_tells_no_lies() {
     for status in [Status::NoAnswer, Status::NotReady, Status::Other(4), Status::Flushed] {
