@@ -114,6 +114,11 @@ impl Lane {
                 self.is_first_use = true;
             }
         }
+        if self.is_first_use && post.arrival.is_some() {
+            // Whether an arrival that was sent was counted is unknown once the lane is lost, and it is not sent twice: first
+            // the peer shows that it is there.
+            self.out.hold(true);
+        }
         let id = post.ticket;
         tools.tickets.insert(lane_slot, post);
         self.tickets.push(id);
@@ -180,6 +185,9 @@ impl Lane {
         }
         if self.ended.is_some() {
             return true;
+        }
+        if self.into.received_len != self.seen.0 {
+            self.out.hold(false);
         }
         if self.has_work(tools) {
             self.flush(budget, tools, Some(inbound));

@@ -663,3 +663,28 @@ fn a_connection_cut_anywhere_gives_right_bytes_or_an_error_and_then_quiet() {
     }
     assert!(done > 20 && failed > 20, "the cuts missed: {done} done, {failed} failed");
 }
+
+#[test]
+fn an_arrival_is_sent_once_a_peer_that_was_idle_has_shown_that_it_is_there() {
+    let (mut left, mut right) = nodes(4096, TcpOptions::default());
+    let arrival = PostedArrival { region: REGION, counter: 1, amount: 1 };
+    let second = Duration::from_secs(1);
+    left.now = left.now + second;
+    let moves = vec![left.posted(0, 0, 64, Access::Write)];
+    let heard = left.post(moves, Some(arrival));
+    assert_eq!(finish(&mut left, &mut right, heard), Outcome::DONE);
+    assert_eq!(right.owner.arrivals[&1], 1);
+    // From here on nothing gets through; what is sent over a connection that somebody forgot is lost in silence.
+    left.now = left.now + second;
+    for arrival in [None, Some(arrival)] {
+        let moves = vec![left.posted(0, 0, 64, Access::Write)];
+        left.post(moves, arrival);
+    }
+    let [plain, counted] = [1, 2].map(|slot| TicketId::new(Handle { slot, epoch: 1 }));
+    left.poll();
+    left.now = left.now + TcpOptions::default().first_answer;
+    left.poll();
+    let lost = |far_end| Some(Outcome::link_down(LinkDownReason::Stalled, far_end));
+    assert_eq!(left.outcome(plain), lost(FarEnd::Unknown));
+    assert_eq!(left.outcome(counted), lost(FarEnd::Untouched), "it may be sent again, over another lane");
+}

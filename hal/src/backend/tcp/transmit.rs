@@ -171,6 +171,8 @@ pub(super) struct Transmitter {
     jobs_next: bool,
     data_ahead_len: u64,
     credit: Credit,
+    /// No frame of a batch is begun.
+    is_held: bool,
     answers_len: usize,
     /// Reads of the peer whose data was sent and whose ack is to be queued.
     closing: Vec<u64>,
@@ -191,6 +193,7 @@ impl Transmitter {
             jobs_next: false,
             data_ahead_len: 0,
             credit: Credit { frames_max, data_len_max, frames: 0, data_len: 0 },
+            is_held: false,
             answers_len: 0,
             closing: Vec::new(),
             answered: (0, 0),
@@ -207,7 +210,13 @@ impl Transmitter {
     }
 
     fn has_credit(&self) -> bool {
-        self.credit.frames < self.credit.frames_max && self.credit.data_len < self.credit.data_len_max
+        let Credit { frames_max, data_len_max, frames, data_len } = self.credit;
+        frames < frames_max && data_len < data_len_max && !self.is_held
+    }
+
+    /// Begins no frame of a batch, or does again. Answers go out all the same.
+    pub(super) fn hold(&mut self, is_held: bool) {
+        self.is_held = is_held;
     }
 
     /// Whether so many answers wait that the peer should take them before it is read from.
