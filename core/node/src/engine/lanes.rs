@@ -142,7 +142,7 @@ fn adopt_dialled(core: &Core, key: Handle, lane: NewLane) -> Result<(), String> 
 }
 
 /// A lane that did not come about.
-struct NotDialled {
+pub(super) struct NotDialled {
     why: String,
     /// Nobody listens there.
     is_refused: bool,
@@ -172,10 +172,7 @@ impl From<SessionError> for NotDialled {
 pub(super) async fn dial_wanted<R: Runtime>(runtime: R, core: Arc<Core>, wanted: WantedLane) {
     let opened = if wanted.index >= RAIL_LANES {
         let dialled = rail::dial(&runtime, &core, &wanted).await;
-        dialled.map_err(|why| {
-            core.locked(|shard| shard.give_rail_up(wanted.peer, wanted.index));
-            NotDialled::from(why)
-        })
+        dialled.inspect_err(|_| core.locked(|shard| shard.give_rail_up(wanted.peer, wanted.index)))
     } else {
         let dialled = if wanted.index == SHM_LANES {
             dial_shm(&runtime, &core, &wanted).await
@@ -224,24 +221,30 @@ pub(super) async fn reach<R: Runtime>(
     wanted: &WantedLane,
     purpose: Purpose,
     deadline: Instant,
-) -> Result<Session<R::Stream>, String> {
+) -> Result<Session<R::Stream>, NotDialled> {
     let (addresses, identity) = (wanted.inner.addresses.lock().clone(), wanted.inner.identity);
-    let mut why = "the peer has no address".to_owned();
+    let mut why = NotDialled::from("the peer has no address".to_owned());
     for (at, address) in addresses.iter().enumerate() {
         let target = Target::from(*address).expecting(identity.node);
         let until = share(runtime.now(), deadline, addresses.len() - at);
         match dial(runtime, &target, purpose, &credentials(&core.options), until).await {
             Ok(session) if session.peer.hello.identity.incarnation == identity.incarnation => return Ok(session),
-            Ok(_) => "the node was restarted".clone_into(&mut why),
+            Ok(session) => return Err(restarted(core, session.peer.hello.identity, *address)),
             Err(error) => {
                 if error.refusal().is_some_and(|refusal| refusal.field == Field::Purpose) {
                     core.locked(|shard| shard.has_no_rails(wanted.peer));
                 }
-                why = error.to_string();
+                why = error.into();
             }
         }
     }
     Err(why)
+}
+
+/// Another incarnation answered: from now on it is the peer, and what was for the one before it ends.
+fn restarted(core: &Core, met: Identity, address: SocketAddr) -> NotDialled {
+    core.locked(|shard| shard.peer(met, Some(address), &core.options, core.now()));
+    "the node was restarted".to_owned().into()
 }
 
 async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> Result<NewLane, NotDialled> {
@@ -249,8 +252,7 @@ async fn dial_tcp<R: Runtime>(runtime: &R, core: &Core, wanted: &WantedLane) -> 
     let expected = Some(wanted.inner.identity.node);
     let (met, lane) = connect_to(runtime, core, address, expected, wanted.index).await?;
     if met.incarnation != wanted.inner.identity.incarnation {
-        core.locked(|shard| shard.peer(met, Some(address), &core.options, core.now()));
-        return Err("the node was restarted".to_owned().into());
+        return Err(restarted(core, met, address));
     }
     Ok(lane)
 }

@@ -14,7 +14,7 @@ use millpond_core::batch::{RegionToken, Rights};
 use millpond_core::time::Instant;
 use millpond_core::topology::{Direction, Ended, Found, Pair, TRIAL_LEN, TRIAL_MARGIN, Trial, Verdict};
 use millpond_core::wire::hello::Purpose;
-use millpond_core::wire::message::rail::{RAIL_LEN_MAX, RailAsk, RailMessage, RailNics, RailWord};
+use millpond_core::wire::message::rail::{RAIL_LEN_MAX, RailAsk, RailMessage, RailNic, RailNics, RailWord};
 use millpond_hal::contract::{End, Lane as WireLane, LaneSide, LinkDownReason};
 use millpond_hal::mapping::Backing;
 use prost::Message;
@@ -22,7 +22,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::Region;
 use super::core::Core;
-use super::lanes;
+use super::lanes::{self, NotDialled};
 use super::nics::told;
 use super::peers::{RAIL_LANES, WantedLane};
 use super::rails::Rail;
@@ -217,18 +217,27 @@ impl<'a, R: Runtime> Talk<'a, R> {
 }
 
 /// Dials a rail that the shard wants, and stays with it. `Err`: it never was a path.
-pub(super) async fn dial<R: Runtime>(runtime: &R, core: &Arc<Core>, wanted: &WantedLane) -> Result<(), String> {
-    let take =
-        |theirs| core.locked(|shard| shard.take_rail(wanted.peer, wanted.index, theirs, &core.options, core.now()));
+pub(super) async fn dial<R: Runtime>(runtime: &R, core: &Arc<Core>, wanted: &WantedLane) -> Result<(), NotDialled> {
     // If no pair is left there is no need to ask.
-    take(None)?;
+    take(core, wanted, None)?;
     let deadline = runtime.now() + core.options.connect_deadline;
     let lane_generation = core.locked(Shard::next_generation);
     let purpose = Purpose::Rail { index: wanted.index, generation: lane_generation };
     let session = lanes::reach(runtime, core, wanted, purpose, deadline).await?;
-    let mut talk = Talk::new(runtime, core, session, deadline);
+    let talk = Talk::new(runtime, core, session, deadline);
+    Ok(ask(talk, wanted, lane_generation).await?)
+}
+
+/// The pair for a wanted rail, see [`Shard::take_rail`].
+fn take(core: &Core, wanted: &WantedLane, theirs: Option<Vec<RailNic>>) -> Result<Option<Pair>, String> {
+    core.locked(|shard| shard.take_rail(wanted.peer, wanted.index, theirs, &core.options, core.now()))
+}
+
+/// The dialler's end of a session for a rail, until that is over.
+async fn ask<R: Runtime>(mut talk: Talk<'_, R>, wanted: &WantedLane, lane_generation: u64) -> Result<(), String> {
+    let (runtime, core, deadline) = (talk.runtime, talk.core, talk.deadline);
     let RailWord::Nics(theirs) = talk.hear().await? else { return Err(unexpected()) };
-    let pair = match take(Some(theirs.nics)) {
+    let pair = match take(core, wanted, Some(theirs.nics)) {
         Ok(pair) => pair.ok_or_else(unexpected)?,
         Err(why) => return talk.refuse(why).await,
     };
