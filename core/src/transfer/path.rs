@@ -289,9 +289,15 @@ impl Path {
         self.rate.bytes_in(SLICE_SPAN).map_or(max, |len| len.max(min).min(max))
     }
 
-    /// Nanoseconds until `bytes` more are through; by `rate` if its own is not known.
+    /// Its bytes per second, beside paths of which the last was measured at `newest`; `None`: not known, or not any more.
+    pub(super) fn rate_beside(&self, newest: Instant) -> Option<u64> {
+        let is_old = self.load.slices == 0 && self.rate.is_old(newest);
+        self.rate.per_second().filter(|_| !is_old)
+    }
+
+    /// Nanoseconds until `bytes` more are through at so many a second.
     pub(super) fn done_in(&self, bytes: u64, rate: u64) -> u64 {
-        scaled(self.load.bytes.saturating_add(bytes), 1_000_000_000, self.rate.per_second().unwrap_or(rate))
+        scaled(self.load.bytes.saturating_add(bytes), 1_000_000_000, rate)
     }
 
     pub(super) fn on_post(&mut self, now: Instant, load: Load) {

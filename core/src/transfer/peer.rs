@@ -305,8 +305,9 @@ impl Peer {
 
     /// The path among `usable` ones that would be done first.
     fn soonest(&self, now: Instant, usable: u16, wanted: Wanted, seen: &mut Explanation) -> Option<(PathId, Limits)> {
-        let known = bits(usable).filter_map(|path| self.paths[path.index()].as_ref()?.rate.per_second());
-        let rate = known.max().unwrap_or(RATE_ASSUMED);
+        let paths = || bits(usable).filter_map(|path| self.paths[path.index()].as_ref());
+        let newest = paths().map(|path| path.rate.measured_at()).max()?;
+        let rate = paths().filter_map(|path| path.rate_beside(newest)).max().unwrap_or(RATE_ASSUMED);
         let mut best: Option<(PathId, Limits, u64)> = None;
         for id in bits(usable) {
             let path = self.paths[id.index()].as_ref()?;
@@ -315,7 +316,7 @@ impl Peer {
                 Wanted::Cut { bytes } => bytes.min(limits.bytes),
                 Wanted::Whole(load) => load.bytes,
             };
-            let done_in = path.done_in(bytes, rate);
+            let done_in = path.done_in(bytes, path.rate_beside(newest).unwrap_or(rate));
             seen.verdicts[id.index()] = Verdict::Slower;
             // Not for a little: a path that is warm stays in use.
             if best.is_none_or(|(_, _, soonest)| done_in < soonest - soonest / 8) {

@@ -8,6 +8,9 @@ use crate::time::{Duration, Instant};
 
 /// Busy time after which what was measured counts half.
 const MEMORY: Duration = Duration::from_millis(50);
+/// What an idle path did so long before others were measured last says nothing any more: it may have been slow while it
+/// failed. It is tried again, and the first that it completes then counts alone.
+const OLD_SPAN: Duration = Duration::from_secs(5);
 /// Fewer bytes than this say nothing about a rate.
 const BYTES_MIN: u64 = 64 << 10;
 
@@ -16,19 +19,27 @@ pub(super) struct Rate {
     bytes: u64,
     nanos: u64,
     busy_since: Instant,
+    measured_at: Instant,
+    /// It was old when the path got work again.
+    was_old: bool,
 }
 
 impl Rate {
-    pub(super) const UNKNOWN: Self = Self { bytes: 0, nanos: 0, busy_since: Instant::ZERO };
+    pub(super) const UNKNOWN: Self =
+        Self { bytes: 0, nanos: 0, busy_since: Instant::ZERO, measured_at: Instant::ZERO, was_old: false };
 
     /// An idle path gets work.
     pub(super) fn on_busy(&mut self, now: Instant) {
         self.busy_since = now;
+        self.was_old = self.is_old(now);
     }
 
     pub(super) fn on_done(&mut self, now: Instant, bytes: u64) {
         let span = now.since(self.busy_since).as_nanos();
-        self.busy_since = now;
+        (self.busy_since, self.measured_at) = (now, now);
+        if self.was_old && bytes >= BYTES_MIN {
+            (self.bytes, self.nanos, self.was_old) = (0, 0, false);
+        }
         // A clock that did not advance between two completions: the next span covers both.
         self.bytes = self.bytes.saturating_add(bytes);
         self.nanos = self.nanos.saturating_add(span);
@@ -36,6 +47,16 @@ impl Rate {
             self.bytes /= 2;
             self.nanos /= 2;
         }
+    }
+
+    /// When something was completed last.
+    pub(super) fn measured_at(&self) -> Instant {
+        self.measured_at
+    }
+
+    /// Whether it says nothing any more where another path was measured at `newest`.
+    pub(super) fn is_old(&self, newest: Instant) -> bool {
+        newest.since(self.measured_at) > OLD_SPAN
     }
 
     /// Bytes per second; `None` before enough was measured.

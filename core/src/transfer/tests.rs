@@ -174,6 +174,32 @@ fn two_paths_of_one_transport_share_by_what_they_complete() {
 }
 
 #[test]
+fn a_path_that_was_slow_is_tried_again_after_others_worked_for_a_while() {
+    let spec = PathSpec { slice_len_min: MB, slice_len_max: MB, ..PathSpec::new(TCP, 0) };
+    let mut rig = Rig::new(&[spec, spec]);
+    // Jobs of two slices, one after the other. Gives how many went over path 1, on which each takes longer by `slow`.
+    let run = |rig: &mut Rig, slow: Duration| {
+        rig.submit(rig.spec(2 * MB));
+        let mut posts = rig.posts();
+        posts.sort_by_key(|(_, path, _)| *path);
+        for (posting, path, _) in &posts {
+            rig.after([millis(1), slow][*path]);
+            rig.done(*posting);
+        }
+        rig.finished();
+        posts.iter().filter(|(_, path, _)| *path == 1).count()
+    };
+    assert_eq!(run(&mut rig, millis(100)), 1, "nothing is known of either");
+    let healed = rig.now;
+    while run(&mut rig, millis(0)) == 0 {
+        assert!(rig.now.since(healed) < Duration::from_secs(10), "it is never used again");
+    }
+    assert!(rig.now.since(healed) > Duration::from_secs(5));
+    let used: usize = (0..100).map(|_| run(&mut rig, millis(0))).sum();
+    assert!(used > 90, "{used}");
+}
+
+#[test]
 fn a_failed_slice_goes_the_same_way_then_another_then_another_transport() {
     let mut rig = Rig::new(&[PathSpec::new(SHM, 0), PathSpec::new(SHM, 0), PathSpec::new(TCP, 1)]);
     let job = rig.submit(rig.spec(100));
