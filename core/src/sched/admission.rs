@@ -11,18 +11,20 @@
 //! request after the one before it.
 //!
 //! Tenants and priorities ([`Shares`]): in overload, whoever stays within its max-min fair share, and whoever has a higher
-//! priority, is let into places beyond the forecast's level; the others then find less room. Announced output lengths
-//! ([`Ask::hint`]) are used to serve more requests: where places are short, those that would keep one for longer than a
-//! price that follows the demand are refused first, but for a share that is admitted by turns whatever their length.
+//! priority, is let into places beyond the forecast's level; the others then find less room. And where not all can be served,
+//! those that cost most are refused first, but for a share that is admitted by turns whatever they cost ([`Cost`]); announced
+//! output lengths ([`Ask::hint`]) are part of that.
 
 mod decide;
+mod price;
 mod share;
 #[cfg(test)]
 mod tests;
 
 use core::fmt;
 
-pub use self::decide::{Admission, Answer, Arrival, Door, Figures, Length, Outlook};
+pub use self::decide::{Admission, Answer, Arrival, Door, Figures, Outlook};
+pub use self::price::Cost;
 pub use self::share::Shares;
 
 use crate::time::Duration;
@@ -144,8 +146,8 @@ pub enum Reason {
     Ttft,
     /// Tokens would come too slowly: decode instances are, or will be, full.
     Tbt,
-    /// Its answer is announced as longer than what can be served to all.
-    Length,
+    /// It takes more of the cluster than one may while not all can be served.
+    Cost,
     /// No instance takes requests.
     Down,
 }
@@ -157,7 +159,7 @@ impl Reason {
         match self {
             Self::Ttft => "ttft",
             Self::Tbt => "tbt",
-            Self::Length => "length",
+            Self::Cost => "cost",
             Self::Down => "down",
         }
     }
@@ -196,12 +198,14 @@ pub struct Options {
     pub hold: Duration,
     /// Requests per decode instance that whoever is favoured may have beyond the level.
     pub bonus: f64,
-    /// One in so many of those whose announced answer is too long is admitted all the same.
+    /// One in so many of those that cost too much is admitted all the same.
     pub turns: u32,
 }
 
 impl Default for Options {
+    /// A long hold and a low level belong together: prompts that are held keep decode instances full, so few have to be
+    /// admitted on luck, and few are computed in vain.
     fn default() -> Self {
-        Self { policy: Policy::Millpond, level: 0.25, hold: Duration::from_secs(6), bonus: 1.0, turns: 8 }
+        Self { policy: Policy::Millpond, level: 0.15, hold: Duration::from_secs(10), bonus: 1.0, turns: 8 }
     }
 }

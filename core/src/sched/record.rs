@@ -103,12 +103,12 @@ impl Record {
                 Verdict::Admit => (u64::MAX, Duration::ZERO),
                 Verdict::Refuse { reason, retry_after } => (reason as u64, retry_after),
             };
-            [reason, retry.as_nanos(), answer.join.as_nanos()].into_iter().for_each(&mut put);
+            [reason, retry.as_nanos(), answer.join.as_nanos(), answer.door.as_nanos()].into_iter().for_each(&mut put);
             put(answer.decode.map_or(u64::MAX, u64::from));
-            let Figures { late, slow, level, length } = answer.figures;
+            let Figures { late, slow, level, cost } = answer.figures;
             let step = answer.step;
             [step.batch, step.seconds, step.spread, late, slow, level].map(f64::to_bits).into_iter().for_each(&mut put);
-            put(length as u64);
+            put(cost as u64);
         }
     }
 }
@@ -223,12 +223,13 @@ mod tests {
         changed(|record| record.candidates[0].score += 1);
         changed(|record| record.placed = None);
         changed(|record| {
-            let figures = Figures { late: 0.0, slow: 0.0, level: 0.5, length: crate::sched::admission::Length::Fine };
+            let figures = Figures { late: 0.0, slow: 0.0, level: 0.5, cost: crate::sched::admission::Cost::Fine };
             let refused = Verdict::Refuse { reason: Reason::Tbt, retry_after: Duration::ZERO };
             record.answer = Some(Answer {
                 verdict: refused,
                 decode: None,
                 join: Instant::ZERO,
+                door: Duration::ZERO,
                 step: crate::sched::forecast::Step::default(),
                 figures,
             });

@@ -222,10 +222,12 @@ impl<'a> Cluster<'a> {
         let rank = self.view_prefill(trace.blocks_of(request), ask.tokens);
         let placed = self.record.place(&setup.placement, &setup.profile).expect("no simulated node is down");
         let predicted = self.band.interval(placed.chosen.ttft.as_secs_f64());
-        let outlook = Outlook { ttft: predicted, occupancy: &self.occupancy, profile: &setup.profile };
+        let prefill = placed.chosen.prefill.as_secs_f64();
+        let outlook = Outlook { ttft: predicted, prefill, occupancy: &self.occupancy, profile: &setup.profile };
         let answer = self.admission.on_arrival(self.now, &ask, outlook, &self.shares);
         self.record.answer = Some(answer);
         self.log.push(&mut self.record);
+        let predicted = self.band.interval(predicted.expected + answer.door.as_secs_f64());
         let cost = setup.profile.prefill.seconds(placed.chosen.work()) + self.people.decode_cost(request.output_tokens);
         self.shares.on_asked(self.now, tenant, cost);
         if let Some(tenant) = self.out.tenants.get_mut(tenant as usize) {
@@ -539,7 +541,7 @@ impl Run {
     fn measure(&self, now: Instant, row: &mut Served, band: &mut Band) {
         let seconds = now.since(row.at).as_secs_f64();
         row.covered = Some(self.predicted.covers(seconds));
-        band.on_measured(self.predicted.expected, seconds);
+        band.on_measured(self.predicted, seconds);
     }
 
     fn new(ask: Ask, output: u32, chosen: &Candidate, decode: u32, predicted: Interval) -> Self {

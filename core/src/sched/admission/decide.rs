@@ -1,5 +1,6 @@
 //! The decisions, and what is learned for them.
 
+use super::price::{Cost, Price};
 use super::{Ask, Options, Policy, Reason, Shares, Verdict};
 use crate::sched::cost::{Interval, Profile};
 use crate::sched::forecast::{Occupancy, Step, Survival};
@@ -15,11 +16,6 @@ const MEAN_MEMORY: f64 = 200.0;
 const MEAN_FIRST: f64 = 30.0;
 /// No refusal is told to come back later than that.
 const RETRY_MAX: Duration = Duration::from_secs(60);
-/// Step of the price, and the share of refusals for want of room that it settles at.
-const PRICE_STEP: f64 = 0.05;
-const PRICE_SHARE: f64 = 0.05;
-/// The largest price in tokens: nobody is refused for length.
-const PRICE_MAX: f64 = 1e6;
 
 /// What is known of a request's future when it arrives.
 ///
@@ -28,6 +24,8 @@ const PRICE_MAX: f64 = 1e6;
 pub struct Outlook<'a> {
     /// Predicted seconds to its first token.
     pub ttft: Interval,
+    /// How many of them are its own prefill, after hits.
+    pub prefill: f64,
     /// Who is on the decode instances.
     pub occupancy: &'a Occupancy,
     /// What they cost.
@@ -45,6 +43,8 @@ pub struct Answer {
     pub decode: Option<u32>,
     /// When it is to join there.
     pub join: Instant,
+    /// How long it is predicted to be held there before.
+    pub door: Duration,
     /// The step it was judged by.
     pub step: Step,
     /// What the verdict follows from.
@@ -54,8 +54,8 @@ pub struct Answer {
 /// What a verdict follows from, and nothing else.
 ///
 /// ```
-/// use millpond_core::sched::admission::{Figures, Length, Reason};
-/// let figures = Figures { late: 0.3, slow: 0.3, level: 0.5, length: Length::Fine };
+/// use millpond_core::sched::admission::{Cost, Figures, Reason};
+/// let figures = Figures { late: 0.3, slow: 0.3, level: 0.5, cost: Cost::Fine };
 /// assert_eq!(figures.judge(), Some(Reason::Tbt)); // one of the two: 51 %
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,23 +66,8 @@ pub struct Figures {
     pub slow: f64,
     /// The chance that is accepted.
     pub level: f64,
-    /// What the announced length of the answer says.
-    pub length: Length,
-}
-
-/// Whether an answer is too long to be served while places are short.
-///
-/// Example: [`Figures`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Length {
-    /// It is not, or nothing was announced.
-    Fine,
-    /// It is, but served in its turn.
-    Turn,
-    /// It is.
-    TooLong,
-    /// There is no instance that could take it.
-    NoInstance,
+    /// What it costs beside what it may.
+    pub cost: Cost,
 }
 
 impl Figures {
@@ -90,10 +75,10 @@ impl Figures {
     #[must_use]
     pub fn judge(&self) -> Option<Reason> {
         match self {
-            Self { length: Length::NoInstance, .. } => Some(Reason::Down),
+            Self { cost: Cost::NoInstance, .. } => Some(Reason::Down),
             Self { late, level, .. } if late > level => Some(Reason::Ttft),
             Self { late, slow, level, .. } if 1.0 - (1.0 - late) * (1.0 - slow) > *level => Some(Reason::Tbt),
-            Self { length: Length::TooLong, .. } => Some(Reason::Length),
+            Self { cost: Cost::High, .. } => Some(Reason::Cost),
             _ => None,
         }
     }
@@ -123,7 +108,7 @@ pub enum Door {
 /// let mut admission = Admission::new(Options::default());
 /// let mut decide = |seconds: f64| {
 ///     let ttft = Interval { low: seconds * 0.9, expected: seconds, high: seconds * 1.1 };
-///     let outlook = Outlook { ttft, occupancy: &occupancy, profile: &profile };
+///     let outlook = Outlook { ttft, prefill: seconds, occupancy: &occupancy, profile: &profile };
 ///     admission.on_arrival(Instant::ZERO, &Ask { id: 1, tokens: 6_000, ..Ask::default() }, outlook, &Shares::default())
 /// };
 /// assert_eq!((decide(1.0).verdict, decide(1.0).decode), (Verdict::Admit, Some(0)));
@@ -140,8 +125,7 @@ pub struct Admission {
     ended_at: Instant,
     /// When the last refused request was told to come back.
     promised: Instant,
-    price: f64,
-    turn: u32,
+    price: Price,
 }
 
 impl Admission {
@@ -155,8 +139,7 @@ impl Admission {
             ended: 0.0,
             ended_at: Instant::ZERO,
             promised: Instant::ZERO,
-            price: PRICE_MAX,
-            turn: 0,
+            price: Price::default(),
         }
     }
 
@@ -249,13 +232,14 @@ impl Admission {
         let late = policy != Policy::None && span(outlook.ttft.expected) > ask.slo.ttft;
         let slow = span(seconds) > ask.slo.tbt;
         let [late, slow] = [late, slow].map(|missed| f64::from(u8::from(missed)));
-        let figures = Figures { late, slow, level: 0.5, length: Length::Fine };
+        let figures = Figures { late, slow, level: 0.5, cost: Cost::Fine };
         let verdict = match figures.judge() {
             None => Verdict::Admit,
             Some(Reason::Ttft) => refuse_ttft(ask, outlook.ttft),
             Some(reason) => self.refuse(now, reason, Duration::from_secs(1)),
         };
-        Answer { verdict, decode: Some(decode), join, step: Step { batch: 0.0, seconds, spread: 0.0 }, figures }
+        let step = Step { batch: 0.0, seconds, spread: 0.0 };
+        Answer { verdict, decode: Some(decode), join, door: Duration::ZERO, step, figures }
     }
 
     /// The mean load of all decode instances at `at`, if every answer takes the mean time.
@@ -274,14 +258,13 @@ impl Admission {
 
     fn by_chance(&mut self, now: Instant, ask: &Ask, outlook: Outlook<'_>, shares: &Shares) -> Answer {
         let (occupancy, profile) = (outlook.occupancy, outlook.profile);
-        let spread = (outlook.ttft.high - outlook.ttft.low) / (2.0 * 1.645);
-        let late = exceeds(ask.slo.ttft.as_secs_f64(), outlook.ttft.expected, spread);
         let join = now + span(outlook.ttft.expected);
-        let judged = join + self.options.hold;
-        let forecast =
-            |survival: &Survival, instance, at| occupancy.forecast(instance, ask.tokens, now, at, survival, profile);
+        // It may be held for a while, but no longer than its first token may take.
+        let judged = (join + self.options.hold).min(now + ask.slo.ttft).max(join);
+        let survival = &self.survival;
+        let forecast = |instance, at| occupancy.forecast(instance, ask.tokens, now, at, survival, profile);
         let steps = (0..count(occupancy)).filter(|&instance| fits(profile, ask, occupancy.view(instance)));
-        let all = steps.map(|instance| (forecast(&self.survival, instance, judged), instance));
+        let all = steps.map(|instance| (forecast(instance, judged), instance));
         let Some((step, decode)) = all.min_by(|a, b| a.0.seconds.total_cmp(&b.0.seconds)) else {
             return self.down(now);
         };
@@ -291,41 +274,26 @@ impl Admission {
         let slow = |step: Step| if step.batch > 1.0 { exceeds(allowed, step.seconds, step.spread) } else { 0.0 };
         // Those who were promised a place later must find it, too.
         let last = occupancy.last_join(decode).filter(|&last| last > judged);
-        let then = last.map_or(0.0, |last| slow(forecast(&self.survival, decode, last)));
-        let slow = slow(step).max(then);
+        let then = last.map_or(0.0, |last| slow(forecast(decode, last)));
+        let door = first(join, judged, |at| forecast(decode, at).seconds <= ask.slo.tbt.as_secs_f64()).since(join);
+        let spread = (outlook.ttft.high - outlook.ttft.low) / (2.0 * 1.645);
+        let late = exceeds(ask.slo.ttft.as_secs_f64(), outlook.ttft.expected + door.as_secs_f64(), spread);
+        let cost = self.price.cost(outlook.prefill + place * survival.mean(ask.hint), self.options.turns);
+        let cost = if favour > 0.0 { Cost::Fine } else { cost };
         let level = self.options.level;
-        let figures = Figures { late, slow, level, length: self.length(ask, favour) };
-        let verdict = match figures.judge() {
-            None => {
-                self.price = (self.price * libm::exp(PRICE_STEP * PRICE_SHARE)).min(PRICE_MAX);
-                Verdict::Admit
-            }
+        let figures = Figures { late, slow: slow(step).max(then), level, cost };
+        // When the forecast, without anybody new, would let it in.
+        let room = |secs: &u64| slow(forecast(decode, judged + Duration::from_secs(*secs))) <= level;
+        let until_room = || Duration::from_secs([1, 2, 4, 8, 16, 32].into_iter().find(room).unwrap_or(60));
+        let reason = figures.judge();
+        let until_room = if reason == Some(Reason::Tbt) { until_room() } else { Duration::from_secs(1) };
+        self.price.on_judged(cost, reason);
+        let verdict = match reason {
+            None => Verdict::Admit,
             Some(Reason::Ttft) => refuse_ttft(ask, outlook.ttft),
-            Some(Reason::Tbt) => {
-                // When the forecast, without anybody new, would have let it in.
-                let enough = |secs: &u64| {
-                    let step = forecast(&self.survival, decode, judged + Duration::from_secs(*secs));
-                    exceeds(allowed, step.seconds, step.spread) <= level
-                };
-                let secs = [1, 2, 4, 8, 16, 32].into_iter().find(enough).unwrap_or(60);
-                if figures.length != Length::TooLong {
-                    self.price = (self.price * libm::exp(-PRICE_STEP * (1.0 - PRICE_SHARE))).max(1.0);
-                }
-                self.refuse(now, Reason::Tbt, Duration::from_secs(secs))
-            }
-            Some(reason) => self.refuse(now, reason, Duration::from_secs(1)),
+            Some(reason) => self.refuse(now, reason, until_room),
         };
-        Answer { verdict, decode: Some(decode), join, step, figures }
-    }
-
-    /// Whether the announced length is above the price, and whether it is this request's turn all the same.
-    fn length(&mut self, ask: &Ask, favour: f64) -> Length {
-        let expected = ask.hint.map_or(0.0, |hint| self.survival.mean(Some(hint)));
-        if expected <= self.price || favour > 0.0 {
-            return Length::Fine;
-        }
-        self.turn = (self.turn + 1) % self.options.turns.max(1);
-        if self.turn == 0 { Length::Turn } else { Length::TooLong }
+        Answer { verdict, decode: Some(decode), join, door, step, figures }
     }
 
     /// Tells a request to come back when a place is free for it, after all that were refused before.
@@ -338,8 +306,8 @@ impl Admission {
 
     fn down(&mut self, now: Instant) -> Answer {
         let verdict = self.refuse(now, Reason::Down, Duration::from_secs(1));
-        let figures = Figures { late: 1.0, slow: 1.0, level: self.options.level, length: Length::NoInstance };
-        Answer { verdict, decode: None, join: now, step: Step::default(), figures }
+        let figures = Figures { late: 1.0, slow: 1.0, level: self.options.level, cost: Cost::NoInstance };
+        Answer { verdict, decode: None, join: now, door: Duration::ZERO, step: Step::default(), figures }
     }
 }
 
@@ -359,6 +327,20 @@ pub struct Arrival {
 fn refuse_ttft(ask: &Ask, ttft: Interval) -> Verdict {
     let over = span(ttft.high - ask.slo.ttft.as_secs_f64()).max(Duration::from_secs(1));
     Verdict::Refuse { reason: Reason::Ttft, retry_after: over.min(RETRY_MAX) }
+}
+
+/// The first moment from `from` to `to` at which `is` holds, if it goes on to hold then, to a 32nd of the span; `to` if there
+/// is none.
+fn first(from: Instant, to: Instant, is: impl Fn(Instant) -> bool) -> Instant {
+    if is(from) {
+        return from;
+    }
+    let (mut low, mut high) = (from, to);
+    for _ in 0..5 {
+        let middle = low + Duration::from_nanos(high.since(low).as_nanos() / 2);
+        if is(middle) { high = middle } else { low = middle }
+    }
+    high
 }
 
 fn count(occupancy: &Occupancy) -> u32 {

@@ -29,7 +29,7 @@ fn ask() -> Ask {
 
 fn decide(admission: &mut Admission, occupancy: &Occupancy, ask: &Ask) -> Verdict {
     let profile = Profile::default();
-    let outlook = Outlook { ttft: TTFT, occupancy, profile: &profile };
+    let outlook = Outlook { ttft: TTFT, prefill: 1.0, occupancy, profile: &profile };
     admission.on_arrival(Instant::ZERO, ask, outlook, &Shares::default()).verdict
 }
 
@@ -49,7 +49,7 @@ fn early_sees_the_batch_of_now_and_not_what_is_on_its_way() {
     let refused = |verdict| matches!(verdict, Verdict::Refuse { reason: Reason::Tbt, .. });
     assert!(refused(decide(&mut admission(Policy::Early), &occupied(21, true, Instant::ZERO), &ask())));
     assert_eq!(decide(&mut admission(Policy::Early), &occupied(20, true, Instant::ZERO), &ask()), Verdict::Admit);
-    let coming = occupied(40, false, Instant::ZERO + Duration::from_millis(500));
+    let coming = occupied(100, false, Instant::ZERO + Duration::from_millis(500));
     assert_eq!(decide(&mut admission(Policy::Early), &coming, &ask()), Verdict::Admit);
     assert!(refused(decide(&mut admission(Policy::EarlyUniform), &coming, &ask())));
     assert!(refused(decide(&mut admission(Policy::Millpond), &coming, &ask())));
@@ -62,7 +62,7 @@ fn early_uniform_takes_out_who_is_there_for_longer_than_the_mean() {
     let old = occupied(40, true, Instant::ZERO);
     let profile = Profile::default();
     let mut at = |secs| {
-        let outlook = Outlook { ttft: TTFT, occupancy: &old, profile: &profile };
+        let outlook = Outlook { ttft: TTFT, prefill: 1.0, occupancy: &old, profile: &profile };
         admission.on_arrival(Instant::ZERO + Duration::from_secs(secs), &ask(), outlook, &Shares::default()).verdict
     };
     assert!(matches!(at(2), Verdict::Refuse { .. }) && at(6) == Verdict::Admit);
@@ -74,7 +74,7 @@ fn a_first_token_that_would_be_late_is_refused_by_all_but_none() {
     let idle = Occupancy::new(1);
     for policy in Policy::ALL {
         let ttft = Interval { low: 30.0, expected: 32.0, high: 35.0 };
-        let outlook = Outlook { ttft, occupancy: &idle, profile: &profile };
+        let outlook = Outlook { ttft, prefill: 1.0, occupancy: &idle, profile: &profile };
         let verdict = admission(policy).on_arrival(Instant::ZERO, &ask(), outlook, &Shares::default()).verdict;
         let refused = Verdict::Refuse { reason: Reason::Ttft, retry_after: Duration::from_secs(5) };
         assert_eq!(verdict, if policy == Policy::None { Verdict::Admit } else { refused }, "{policy:?}");
@@ -95,7 +95,7 @@ fn millpond_holds_at_the_door_until_the_first_tokens_deadline_at_most() {
         let at = Arrival { arrived: Instant::ZERO, prefilled, tbt: Slo::default().tbt };
         admission.at_door(&ask(), at, view, &Profile::default())
     };
-    assert_eq!(door(1), Door::Hold(Instant::ZERO + Duration::from_secs(7)));
+    assert_eq!(door(1), Door::Hold(Instant::ZERO + Duration::from_secs(11)));
     assert_eq!(door(29), Door::Hold(Instant::ZERO + Duration::from_secs(30)));
 }
 

@@ -110,7 +110,9 @@ impl Interval {
 ///
 /// Its edges are quantiles of the relative error, followed online (adaptive conformal prediction: an edge moves out by a
 /// large step on a miss, in by a small one on a hit), so the share holds whatever the errors are distributed like, as long as
-/// they are not all alike: of errors that are zero the band covers all.
+/// they are not all alike: of errors that are zero the band covers all. What counts as a miss is judged by the interval that
+/// was issued, not by the one that would be now: answers come late, and by then the band has moved on, so the share would
+/// hold for intervals that nobody saw.
 ///
 /// ```
 /// use millpond_core::sched::cost::Band;
@@ -118,8 +120,9 @@ impl Interval {
 /// let mut covered = 0;
 /// for i in 0..4_000_u32 {
 ///     let actual = 1.0 + f64::from(i * 7919 % 1000) / 1000.0; // 1 to 2 where 1 was predicted
-///     covered += u32::from(band.interval(1.0).covers(actual));
-///     band.on_measured(1.0, actual);
+///     let issued = band.interval(1.0);
+///     covered += u32::from(issued.covers(actual));
+///     band.on_measured(issued, actual);
 /// }
 /// assert!((3_500..=3_700).contains(&covered), "{covered}");
 /// ```
@@ -159,16 +162,17 @@ impl Band {
         Interval { low, expected, high: (expected + self.high.max(self.low) * unit).max(low) }
     }
 
-    /// What was predicted as `expected` seconds took `actual`.
-    pub fn on_measured(&mut self, expected: f64, actual: f64) {
-        let error = (actual - expected) / (expected + SOFTENING);
+    /// What was predicted as `issued` took `actual` seconds.
+    pub fn on_measured(&mut self, issued: Interval, actual: f64) {
+        let error = (actual - issued.expected) / (issued.expected + SOFTENING);
         if !error.is_finite() {
             return;
         }
         self.spread += (error.abs() - self.spread) / MEMORY;
         let step = STEP * self.spread;
-        let up = |edge: f64, share: f64| if error > edge { edge + step * share } else { edge - step * (1.0 - share) };
-        (self.low, self.high) = (up(self.low, self.tail), up(self.high, 1.0 - self.tail));
+        let moved = |above: bool, share: f64| if above { step * share } else { -step * (1.0 - share) };
+        self.low += moved(actual >= issued.low, self.tail);
+        self.high += moved(actual > issued.high, 1.0 - self.tail);
     }
 }
 
@@ -201,7 +205,7 @@ mod tests {
         }
         assert_eq!(model, before);
         let mut band = Band::new(0.9);
-        band.on_measured(1.0, f64::NAN);
+        band.on_measured(band.interval(1.0), f64::NAN);
         assert_eq!(band, Band::new(0.9));
     }
 
@@ -210,7 +214,7 @@ mod tests {
         let mut band = Band::new(0.8);
         let narrow = band.interval(1.0);
         for i in 0..2_000_u32 {
-            band.on_measured(1.0, if i % 2 == 0 { 0.2 } else { 3.0 });
+            band.on_measured(band.interval(1.0), if i % 2 == 0 { 0.2 } else { 3.0 });
         }
         let wide = band.interval(1.0);
         assert!(wide.high > narrow.high && wide.low < narrow.low && wide.low >= 0.0, "{wide:?}");
