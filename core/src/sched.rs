@@ -6,6 +6,8 @@
 //! for bit on every machine. The live router and the simulator ([`crate::sim`]) call the same code.
 
 pub mod admission;
+pub mod block_cache;
+pub mod conductor;
 pub mod cost;
 pub mod feed;
 pub mod forecast;

@@ -1,0 +1,195 @@
+//! Small clusters worked out by hand, and the books after many requests.
+
+use alloc::vec::Vec;
+
+use super::*;
+use crate::sched::cost::{Decode, Link, Prefill};
+use crate::sim::random::Random;
+
+/// 1 ms a token, 10 tokens a block, decode steps of 10 ms and 1 ms a request.
+fn setup(prefill: usize, decode: usize) -> Setup {
+    let mut setup = Setup::new(prefill, decode);
+    setup.profile.block_tokens = 10;
+    setup.profile.kv_bytes_per_token = 100;
+    setup.profile.prefill = Prefill { fixed: 0.0, linear: 1e-3, quadratic: 0.0 };
+    setup.profile.decode = Decode { fixed: 0.01, per_request: 0.001, per_token: 0.0 };
+    setup.profile.link = Link { bytes_per_second: 1e4, latency: 0.0 };
+    setup.cache_blocks = 100;
+    setup.learning = Learning::Off;
+    setup
+}
+
+fn at(millis: u64) -> Instant {
+    Instant::ZERO + Duration::from_millis(millis)
+}
+
+fn arrival(id: u64, tokens: u32, first: u64) -> Arrival {
+    let blocks = (0..u64::from(tokens / 10)).map(|block| RouteHash(first * 1_000 + block)).collect();
+    Arrival { id, name: id, tokens, blocks, ..Arrival::default() }
+}
+
+fn wait_ms(decision: &Decision) -> u64 {
+    decision.placed.chosen.wait.as_millis()
+}
+
+#[test]
+fn who_comes_second_waits_for_what_is_left_of_the_first() {
+    let mut conductor = Conductor::new(setup(1, 1));
+    assert_eq!(wait_ms(&conductor.on_arrival(at(0), &arrival(1, 100, 1))), 0);
+    assert_eq!(wait_ms(&conductor.on_arrival(at(30), &arrival(2, 50, 2))), 70);
+    assert_eq!(wait_ms(&conductor.on_arrival(at(30), &arrival(3, 50, 3))), 120);
+    // The first is done early: the second is computed from now on.
+    conductor.on_prefilled(at(60), 1, None);
+    assert_eq!(wait_ms(&conductor.on_arrival(at(70), &arrival(4, 50, 4))), 40 + 50);
+    assert_eq!(conductor.lines().collect::<Vec<_>>(), [3]);
+}
+
+#[test]
+fn a_prefix_that_is_still_computed_is_waited_for_and_one_of_a_cleared_instance_is_gone() {
+    let mut conductor = Conductor::new(setup(2, 1));
+    let first = conductor.on_arrival(at(0), &arrival(1, 100, 1)).placed.chosen.instance;
+    let second = conductor.on_arrival(at(10), &arrival(2, 105, 1)).placed.chosen;
+    assert_eq!((second.instance, second.reused, second.wait.as_millis()), (first, 100, 90));
+    conductor.on_cleared(first);
+    assert_eq!(conductor.on_arrival(at(10), &arrival(3, 100, 1)).placed.chosen.reused, 0);
+}
+
+#[test]
+fn an_instance_that_failed_is_avoided_unless_nobody_else_is_there() {
+    let mut conductor = Conductor::new(setup(2, 2));
+    for down in [0, 1] {
+        let avoiding =
+            Arrival { is_retry: true, prefill_down: [down].into(), decode_down: [down].into(), ..arrival(9, 10, 9) };
+        let decision = conductor.on_arrival(at(0), &avoiding);
+        assert_eq!((decision.placed.chosen.instance, decision.decode), (1 - down, 1 - down));
+        conductor.on_left(at(0), 9, None);
+    }
+    let all = Arrival { prefill_down: [0, 1].into(), decode_down: [0, 1].into(), ..arrival(10, 10, 9) };
+    assert_eq!(conductor.on_arrival(at(0), &all).verdict, Verdict::Admit);
+}
+
+#[test]
+fn without_prefill_instances_a_request_is_decoded_where_its_prompt_is() {
+    let mut conductor = Conductor::new(setup(0, 3));
+    let mut there = Vec::new();
+    for id in 0..6 {
+        let decision = conductor.on_arrival(at(0), &arrival(id, 100, id % 3));
+        assert_eq!(decision.decode, decision.placed.chosen.instance);
+        there.push(decision.decode);
+    }
+    assert_eq!(there[..3], there[3..], "the second time where the prompt is");
+    there.sort_unstable();
+    assert_eq!(there, [0, 0, 1, 1, 2, 2]);
+}
+
+#[test]
+fn who_is_refused_and_comes_back_when_told_is_served() {
+    let mut setup = setup(1, 1);
+    setup.admission.hold = Duration::ZERO;
+    let mut conductor = Conductor::new(setup);
+    let slo = Slo { tbt: Duration::from_millis(15), ..Slo::default() };
+    let mut refused = None;
+    for id in 0..20 {
+        let asked = Arrival { slo, ..arrival(id, 10, id) };
+        let decision = conductor.on_arrival(at(0), &asked);
+        conductor.on_prefilled(at(0), id, None);
+        match decision.verdict {
+            Verdict::Admit => conductor.on_joined(at(0), id, 0),
+            Verdict::Refuse { retry_after, .. } => refused = refused.or(Some((asked, retry_after))),
+        }
+    }
+    let (asked, retry_after) = refused.expect("six at once are too many");
+    assert!(retry_after >= Duration::from_secs(1), "{retry_after}");
+    let early = conductor.on_arrival(at(1), &Arrival { id: 30, ..asked.clone() });
+    assert!(!early.was_promised && early.verdict != Verdict::Admit);
+    let other = conductor.on_arrival(at(70_000), &Arrival { id: 31, name: 77, ..asked.clone() });
+    assert!(!other.was_promised);
+    conductor.on_left(at(70_000), 31, None);
+    let mut later = setup_full(&asked);
+    let back = later.0.on_arrival(later.1, &Arrival { id: 40, name: asked.name, ..asked.clone() });
+    assert!(back.was_promised && back.verdict == Verdict::Admit, "{back:?}");
+    let stranger = later.0.on_arrival(later.1, &Arrival { id: 41, name: 99, ..asked });
+    assert_ne!(stranger.verdict, Verdict::Admit);
+}
+
+/// A conductor that is just full at a moment when the request of that name may come back.
+fn setup_full(asked: &Arrival) -> (Conductor, Instant) {
+    let mut setup = setup(1, 1);
+    setup.admission.hold = Duration::ZERO;
+    let mut conductor = Conductor::new(setup);
+    conductor.promise(asked.name, at(5));
+    for id in 50.. {
+        let decision = conductor.on_arrival(at(10), &Arrival { id, name: id, ..asked.clone() });
+        if decision.verdict != Verdict::Admit {
+            break;
+        }
+        conductor.on_prefilled(at(10), id, None);
+        conductor.on_joined(at(10), id, 0);
+    }
+    (conductor, at(10))
+}
+
+/// Sends requests through a conductor in a random order of events; its hash.
+fn random_run(seed: u64) -> u64 {
+    let (mut random, mut conductor) = (Random::new(seed), Conductor::new(setup(3, 2)));
+    let mut running: Vec<(u64, u32)> = Vec::new();
+    let mut now = at(0);
+    for id in 0..2_000 {
+        now = now + Duration::from_millis(random.below(100));
+        let tokens = 20 + u32::try_from(random.below(200)).unwrap();
+        let asked = Arrival { steps: [id, 2 * id].into(), ..arrival(id, tokens, random.below(20)) };
+        if conductor.on_arrival(now, &asked).verdict == Verdict::Admit {
+            running.push((id, 0));
+        }
+        for _ in 0..3 {
+            if running.is_empty() {
+                break;
+            }
+            let place = usize::try_from(random.below(u64::try_from(running.len()).unwrap())).unwrap();
+            let (id, stage) = running[place];
+            running[place].1 += 1;
+            match (stage, random.below(10)) {
+                (_, 0) => {
+                    conductor.on_left(now, id, None);
+                    running.remove(place);
+                }
+                (0, _) => conductor.on_prefilled(now, id, None),
+                (1, _) => conductor.on_joined(now, id, id),
+                _ => {
+                    conductor.on_left(now, id, Some(9));
+                    running.remove(place);
+                }
+            }
+        }
+    }
+    running.iter().for_each(|(id, _)| conductor.on_left(now, *id, None));
+    assert!(conductor.requests.is_empty() && conductor.lines().all(|waiting| waiting == 0));
+    assert_eq!((conductor.batch(0).batch, conductor.batch(1).batch), (0, 0));
+    assert!(conductor.count() == 2_000 && conductor.promises.len() == conductor.promised.len());
+    conductor.hash()
+}
+
+#[test]
+fn whatever_happens_nothing_is_held_at_the_end_and_the_same_inputs_give_the_same_decisions() {
+    assert_eq!([random_run(1), random_run(2)], [random_run(1), random_run(2)]);
+    assert_ne!(random_run(1), random_run(2));
+}
+
+#[test]
+fn what_is_measured_moves_the_costs() {
+    let mut setup = setup(1, 1);
+    setup.learning = Learning::On;
+    let mut conductor = Conductor::new(setup);
+    for id in 0..300 {
+        let now = at(id * 1_000);
+        conductor.on_arrival(now, &arrival(id, 100, id));
+        // Half as fast as was said, both.
+        let measured = Measured { work: Work { new: 100, prefix: 0 }, seconds: 0.2 };
+        conductor.on_prefilled(now, id, Some(measured));
+        conductor.on_joined(now, id, 0);
+        conductor.on_left(now + Duration::from_millis(22 * 9), id, Some(10));
+    }
+    let profile = conductor.profile();
+    assert!((profile.prefill.seconds(Work { new: 100, prefix: 0 }) - 0.2).abs() < 0.01, "{profile:?}");
+    assert!((profile.decode.seconds(1, 100) - 0.022).abs() < 0.001, "{profile:?}");
+}
