@@ -9,6 +9,7 @@ mod doctor;
 mod explain;
 mod failure;
 mod progress;
+mod rehearse;
 mod replay;
 mod serve;
 mod status;
@@ -79,6 +80,8 @@ enum Brief {
     Bench(bench::Args),
     /// Replay a trace of requests and say what a cache would find.
     Replay(replay::Args),
+    /// Send a trace through the live router over synthetic nodes in scaled time, beside the simulator.
+    Rehearse(rehearse::Args),
 }
 
 /// What a binary says and ends with if the system gives it no runtime.
@@ -142,6 +145,7 @@ async fn run_brief<R: Runtime>(runtime: &R, command: Brief, output: &mut Output<
         Brief::Doctor(args) => doctor::run(runtime, args, output).await,
         Brief::Bench(args) => Ok(bench::run(runtime, args, output).await?),
         Brief::Replay(args) => replay::run(args, output).await,
+        Brief::Rehearse(args) => rehearse::run(runtime, args, output).await,
     }
 }
 

@@ -20,6 +20,7 @@ mod settings;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use millpond_core::sched::{admission, placement};
 use millpond_core::time::Duration;
 
 pub use self::settings::{Origin, Setting};
@@ -279,6 +280,14 @@ pub struct Router {
     pub waiting_max: u64,
     /// A request that lasts longer is given up.
     pub deadline: Duration,
+    /// Who serves a request.
+    pub placement: placement::Policy,
+    /// Whether it is served.
+    pub admission: admission::Policy,
+    /// Deadlines of requests that name none.
+    pub slo: admission::Slo,
+    /// Where the decision log is written, if it is.
+    pub decisions: Option<PathBuf>,
 }
 
 impl Config {
@@ -333,14 +342,7 @@ impl Config {
             batch_max: reader.integer("decode.batch_max", 64, 1..=4_096)?,
             waiting_max: reader.integer("decode.waiting_max", 256, 0..=65_536)?,
         };
-        let has_router = reader.section("router");
-        let router = Router {
-            prefill: reader.texts("router.prefill")?,
-            decode: reader.texts("router.decode")?,
-            running_max: reader.integer("router.running_max", 256, 1..=65_536)?,
-            waiting_max: reader.integer("router.waiting_max", 1_024, 0..=1_048_576)?,
-            deadline: reader.parsed("router.deadline", "10m", parse_span)?,
-        };
+        let router = router(&mut reader)?;
         let files = files(&mut reader)?;
         let mut config = Self {
             node,
@@ -351,7 +353,7 @@ impl Config {
             model,
             prefill: has_prefill.then_some(prefill),
             decode: has_decode.then_some(decode),
-            router: has_router.then_some(router),
+            router,
             files,
             settings: reader.finish()?,
             unknown_variables: Vec::new(),
@@ -416,6 +418,30 @@ impl Config {
     pub fn settings(&self) -> &[Setting] {
         &self.settings
     }
+}
+
+fn router(reader: &mut Reader<'_>) -> Result<Option<Router>, ConfigError> {
+    let has_router = reader.section("router");
+    let router = Router {
+        prefill: reader.texts("router.prefill")?,
+        decode: reader.texts("router.decode")?,
+        running_max: reader.integer("router.running_max", 256, 1..=65_536)?,
+        waiting_max: reader.integer("router.waiting_max", 1_024, 0..=1_048_576)?,
+        deadline: reader.parsed("router.deadline", "10m", parse_span)?,
+        placement: reader.parsed("router.placement", "millpond", named)?,
+        admission: reader.parsed("router.admission", "millpond", named)?,
+        slo: admission::Slo {
+            ttft: reader.parsed("router.ttft_slo", "2m", parse_span)?,
+            tbt: reader.parsed("router.tbt_slo", "10s", parse_span)?,
+        },
+        decisions: Some(reader.text("router.decisions", "")?.0).filter(|path| !path.is_empty()).map(PathBuf::from),
+    };
+    Ok(has_router.then_some(router))
+}
+
+/// A policy by its name.
+fn named<P: std::str::FromStr<Err: std::fmt::Display>>(name: &str) -> Result<P, String> {
+    name.parse().map_err(|error: P::Err| error.to_string())
 }
 
 fn node(reader: &mut Reader<'_>) -> Result<Node, ConfigError> {
@@ -616,6 +642,20 @@ mod tests {
         assert_eq!(origin("node.drain"), "default");
         let wrong = Config::parse("[decode]", |name| (name == "MILLPOND_DECODE_BATCH_MAX").then(|| "x".into()));
         assert!(wrong.unwrap_err().to_string().contains("MILLPOND_DECODE_BATCH_MAX"));
+    }
+
+    #[test]
+    fn a_router_decides_as_millpond_does_unless_told() {
+        let router = |text: &str| Config::parse(&format!("[router]\ndecode = [\"127.0.0.1:7001\"]\n{text}"), |_| None);
+        let default = router("").unwrap().router.unwrap();
+        assert_eq!((default.placement.name(), default.admission.name()), ("millpond", "millpond"));
+        assert_eq!((default.slo.ttft, default.decisions), (Duration::from_secs(120), None));
+        let chosen =
+            router("placement = \"random\"\nadmission = \"late\"\ntbt_slo = \"100ms\"").unwrap().router.unwrap();
+        assert_eq!((chosen.placement.name(), chosen.admission.name()), ("random", "late"));
+        assert_eq!(chosen.slo.tbt, Duration::from_millis(100));
+        let wrong = router("placement = \"fastest\"").unwrap_err().to_string();
+        assert!(wrong.contains("`router.placement` (line 3)") && wrong.contains("one of: random"), "{wrong}");
     }
 
     #[test]

@@ -30,7 +30,7 @@ use crate::kv::{Blocks, Pool, PoolError, StoreBlocks, Tenants};
 use crate::model::{LoadError, Model, Source};
 use crate::node::{self, Drained, Node, NodeError};
 use crate::prefill::{self, Prefill};
-use crate::router::{self, LineLimits, Router, RouterLimits};
+use crate::router::{self, LineLimits, Router, RouterLimits, Scheduling};
 use crate::rpc;
 use crate::runtime::{Runtime, Stop, blocking, within};
 use crate::session::{SessionError, Target};
@@ -96,8 +96,8 @@ pub enum ServeError {
         /// What is wrong with it.
         source: SessionError,
     },
-    /// A node of a router's configuration.
-    #[error("`router.prefill` or `router.decode`: {reason}")]
+    /// A router's configuration: an address, how many nodes there are, its decision log.
+    #[error("the router of `[router]` cannot be: {reason}")]
     Routes {
         /// What is wrong with it.
         reason: String,
@@ -410,7 +410,12 @@ impl<R: Runtime> Composer<'_, R> {
             deadline: router.deadline,
             ..RouterLimits::default()
         };
-        let routes = Router::connect(node, card, &router.prefill, decodes, limits);
+        let mut scheduling = Scheduling::default();
+        (scheduling.placement.policy, scheduling.admission.policy) = (router.placement, router.admission);
+        (scheduling.slo, scheduling.decisions) = (router.slo, router.decisions.clone());
+        // Nodes that were started together have names of their own, and so turns of their own.
+        scheduling.first_turn = node.identity().incarnation;
+        let routes = Router::connect(node, card, &router.prefill, decodes, limits, &scheduling);
         let routes = routes.map_err(|reason| ServeError::Routes { reason })?;
         let (watching, stopping) = (routes.clone(), node.stopping());
         node.runtime().spawn(async move {

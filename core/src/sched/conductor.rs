@@ -340,11 +340,13 @@ impl Conductor {
         let priority = arrival.priority.saturating_add(u8::from(was_promised));
         let Arrival { id, tokens, hint, slo, .. } = *arrival;
         let ask = Ask { id, tokens, hint, slo, tenant: 0, priority };
-        let outlook = Outlook { ttft, occupancy: &self.occupancy, profile: &self.profile };
+        let prefill = placed.chosen.prefill.as_secs_f64();
+        let outlook = Outlook { ttft, prefill, occupancy: &self.occupancy, profile: &self.profile };
         let mut answer = self.admission.on_arrival(now, &ask, outlook, &self.shares);
         if self.setup.prefill == 0 {
             answer.decode = Some(placed.chosen.instance);
         }
+        let ttft = self.band.interval(ttft.expected + answer.door.as_secs_f64());
         self.record.answer = Some(answer);
         self.log.push(&mut self.record);
         let verdict = if arrival.is_retry { Verdict::Admit } else { answer.verdict };
@@ -474,7 +476,7 @@ impl Conductor {
         if request.joined.replace(now).is_some() {
             return;
         }
-        self.band.on_measured(request.predicted.expected, now.since(request.arrived).as_secs_f64());
+        self.band.on_measured(request.predicted, now.since(request.arrived).as_secs_f64());
         self.occupancy.on_steps(request.decode, steps);
         self.occupancy.on_joined(request.decode, id, now);
     }

@@ -6,7 +6,7 @@
 mod cache_only;
 mod chart;
 mod cluster;
-mod file;
+pub(super) mod file;
 mod report;
 #[cfg(test)]
 mod tests;

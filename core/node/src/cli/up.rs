@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use futures::future::join_all;
 use futures::stream::{FuturesUnordered, StreamExt};
+use millpond_core::sched::{admission, placement};
 use millpond_core::time::Duration;
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
@@ -66,6 +67,16 @@ pub(super) struct Args {
     /// Keep no KV beyond a request.
     #[arg(long, conflicts_with_all = ["store", "store_size"])]
     no_store: bool,
+    /// Which prefill node serves a request: random, round_robin, least_loaded, local_prefix, mooncake_fast25, mooncake_arxiv,
+    /// millpond.
+    #[arg(long, value_name = "POLICY", default_value = "millpond")]
+    placement: placement::Policy,
+    /// Whether it is served: none, late, early, early_uniform, millpond.
+    #[arg(long, value_name = "POLICY", default_value = "millpond")]
+    admission: admission::Policy,
+    /// Write everything that is decided, and what it rests on, to this file.
+    #[arg(long, value_name = "FILE")]
+    decisions: Option<PathBuf>,
     /// The transport between nodes: auto, tcp, shm.
     #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = ["auto", "tcp", "shm"])]
     via: String,

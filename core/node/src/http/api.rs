@@ -11,7 +11,7 @@ use super::answer::{Heading, deliver};
 use super::message::{ApiError, Handler, Method, Reply, Request};
 use super::openai::{Form, order};
 use super::pages::{Pages, no_such_path, wrong_method};
-use crate::router::{Failure, Generator};
+use crate::router::{Failure, Generator, Stage};
 
 const PATHS: &str =
     "/v1/completions, /v1/chat/completions, /v1/models, /v1/requests/{id}, /health, /ready, /metrics, /debug/explain";
@@ -151,6 +151,13 @@ pub(super) fn refusal(failure: &Failure) -> ApiError {
         Failure::Unsupported { what } => ApiError::invalid(message).about(*what).coded("unsupported_parameter"),
         Failure::Busy { retry_after, .. } => {
             ApiError::new(429, "overloaded_error", message).coded("busy").retry(*retry_after)
+        }
+        Failure::Overloaded { stage, retry_after, .. } => {
+            let code = match stage {
+                Stage::Early => "refused",
+                Stage::Late => "refused_late",
+            };
+            ApiError::new(429, "overloaded_error", message).coded(code).retry(*retry_after)
         }
         Failure::NoNode { .. } => {
             ApiError::new(503, "server_error", message).coded("no_node").retry(Duration::from_secs(1))

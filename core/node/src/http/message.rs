@@ -155,6 +155,12 @@ impl Reply {
         self.status
     }
 
+    /// The value of the header `name` (lower case), if the reply has it.
+    #[must_use]
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(known, _)| *known == name).map(|(_, value)| value.as_str())
+    }
+
     /// The body as text, if the reply is whole and is text.
     #[must_use]
     pub fn text(&self) -> Option<String> {

@@ -74,7 +74,10 @@ pub(super) fn order(form: Form, request: &Request) -> Result<Order, ApiError> {
     if fields.flag("ignore_eos")? {
         generate.end = EndOfText::Ignored;
     }
-    generate.deadline = deadline(request)?;
+    generate.deadline = millis(request, "x-millpond-deadline-ms")?;
+    generate.ttft_slo = millis(request, "x-millpond-ttft-slo-ms")?;
+    generate.tbt_slo = millis(request, "x-millpond-tbt-slo-ms")?;
+    generate.priority = priority(request)?;
     let token_ids = if fields.flag("return_token_ids")? { TokenIds::Shown } else { TokenIds::Hidden };
     Ok(Order { form, delivery: delivery(&fields)?, generate, token_ids })
 }
@@ -266,17 +269,24 @@ fn delivery(fields: &Fields<'_>) -> Result<Delivery, ApiError> {
     Ok(Delivery::Events { usage })
 }
 
-/// `x-millpond-deadline-ms`: give up after that long.
-fn deadline(request: &Request) -> Result<Option<Duration>, ApiError> {
-    let name = "x-millpond-deadline-ms";
+/// A header with a time in milliseconds.
+fn millis(request: &Request, name: &'static str) -> Result<Option<Duration>, ApiError> {
     let Some(value) = request.header(name) else { return Ok(None) };
     match value.parse::<u64>() {
-        Ok(millis) if millis > 0 => Ok(Some(Duration::from_millis(millis))),
+        Ok(millis) if millis > 0 => Ok(Some(Duration::from_millis(1).saturating_mul(millis))),
         _ => {
             Err(ApiError::invalid(format!("the header {name} must be a whole number from 1, not {value:?}"))
                 .about(name))
         }
     }
+}
+
+/// `x-millpond-priority`: 0 to 9.
+fn priority(request: &Request) -> Result<u8, ApiError> {
+    let name = "x-millpond-priority";
+    let Some(value) = request.header(name) else { return Ok(0) };
+    let wrong = || ApiError::invalid(format!("the header {name} must be a number from 0 to 9, not {value:?}"));
+    value.parse().ok().filter(|priority| *priority <= 9).ok_or_else(|| wrong().about(name))
 }
 
 #[cfg(test)]

@@ -4,13 +4,20 @@ use std::sync::Arc;
 
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
+use millpond_core::sched::conductor::Decision;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{GenerateRequest, Generated, Load};
 
 /// A connection to one serving node, made and remade as needed.
 pub(super) trait Link: Send + Sync {
-    /// Starts a generation at a decode node; dropping the stream cancels it there.
-    fn generate(&self, request: GenerateRequest, deadline: Instant) -> BoxStream<'static, Result<Generated, Lost>>;
+    /// Starts a generation at a decode node, as decided; dropping the stream cancels it there. A message with `started` and
+    /// without tokens says that the prompt is computed.
+    fn generate(
+        &self,
+        request: GenerateRequest,
+        decision: &Decision,
+        deadline: Instant,
+    ) -> BoxStream<'static, Result<Generated, Lost>>;
 
     /// Asks how busy the node is.
     fn load(&self, deadline: Instant) -> BoxFuture<'static, Result<Load, Lost>>;
@@ -23,6 +30,8 @@ pub(super) enum Lost {
     Decode { detail: String },
     /// The decode node says that the prefill node failed it.
     Prefill { detail: String },
+    /// The decode node has no place for the prompt that was computed for it.
+    Late,
     /// It is full.
     Busy { reason: String, retry_after: Duration },
     /// The request is at fault: it makes no sense there, or is too large for it.
@@ -35,13 +44,13 @@ pub(super) enum Lost {
 
 /// The clock and timers of the runtime, without its type.
 #[derive(Clone)]
-pub(super) struct Timers {
-    pub(super) now: Arc<dyn Fn() -> Instant + Send + Sync>,
-    pub(super) sleep: Arc<dyn Fn(Duration) -> BoxFuture<'static, ()> + Send + Sync>,
+pub(crate) struct Timers {
+    pub(crate) now: Arc<dyn Fn() -> Instant + Send + Sync>,
+    pub(crate) sleep: Arc<dyn Fn(Duration) -> BoxFuture<'static, ()> + Send + Sync>,
 }
 
 impl Timers {
-    pub(super) fn now(&self) -> Instant {
+    pub(crate) fn now(&self) -> Instant {
         (self.now)()
     }
 

@@ -41,6 +41,12 @@ impl Meters {
         self.registry.counter("millpond_router_requests_total", "Requests by outcome.", &[("outcome", outcome)])
     }
 
+    /// Requests that were refused, `early` on arrival or `late` when their prompt was computed.
+    pub(super) fn refusals(&self, stage: &str, reason: &str) -> Counter {
+        let help = "Requests refused by admission, on arrival (early) or after their prefill (late).";
+        self.registry.counter("millpond_router_refusals_total", help, &[("stage", stage), ("reason", reason)])
+    }
+
     /// Tries that failed for a node of this role.
     pub(super) fn retries(&self, role: &str) -> Counter {
         let help = "Tries that were repeated because a node failed.";

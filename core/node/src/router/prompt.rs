@@ -60,6 +60,12 @@ impl Prepared {
         };
         Ok(Self { tokens, tokens_max, stop_tokens })
     }
+
+    /// Tokens of the prompt.
+    #[must_use]
+    pub fn prompt_tokens(&self) -> u32 {
+        u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
+    }
 }
 
 fn tokens(card: &Card, prompt: &Prompt) -> Result<Vec<u32>, Failure> {

@@ -2,11 +2,13 @@
 
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
+use millpond_core::sched::conductor::Decision;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{
     GenerateRequest, Generated, Load, LoadRequest, METHOD_GENERATE, METHOD_LOAD,
 };
 
+use super::desk::Scheduling;
 use super::link::{Link, Lost, Timers};
 use super::service::{Known, Router, RouterLimits};
 use crate::model::Card;
@@ -23,7 +25,13 @@ struct Remote<R: Runtime> {
 }
 
 impl<R: Runtime> Link for Remote<R> {
-    fn generate(&self, request: GenerateRequest, deadline: Instant) -> BoxStream<'static, Result<Generated, Lost>> {
+    // Prefill nodes serve what they are sent in order and load what the store has of the prefix: the decision says no more.
+    fn generate(
+        &self,
+        request: GenerateRequest,
+        _: &Decision,
+        deadline: Instant,
+    ) -> BoxStream<'static, Result<Generated, Lost>> {
         let client = self.client.clone();
         let call = async move { client.stream(METHOD_GENERATE, &request, deadline).await };
         let replies = call.map(|begun| match begun {
@@ -66,13 +74,14 @@ impl Router {
     /// [`Router::watch`] beside it.
     ///
     /// # Errors
-    /// An address that is none, as it was given.
+    /// What cannot be used as it was given: an address, a number of nodes, a decision log that cannot be written.
     pub fn connect<R: Runtime>(
         node: &Node<R>,
         card: Card,
         prefills: &[String],
         decodes: &[String],
         limits: RouterLimits,
+        scheduling: &Scheduling,
     ) -> Result<Self, String> {
         let known = |address: &String| {
             let target = Target::parse(address).map_err(|error| error.to_string())?;
@@ -80,7 +89,7 @@ impl Router {
         };
         let prefills = prefills.iter().map(known).collect::<Result<Vec<_>, String>>()?;
         let decodes = decodes.iter().map(known).collect::<Result<Vec<_>, String>>()?;
-        Ok(Self::new(card, prefills, decodes, limits, timers(node.runtime()), node.metrics()))
+        Self::new(card, prefills, decodes, limits, scheduling, timers(node.runtime()), node.metrics())
     }
 }
 

@@ -95,6 +95,12 @@ pub struct Generate {
     pub logprobs: Option<u8>,
     /// Give up after this long; `None` is the router's own limit.
     pub deadline: Option<Duration>,
+    /// Wanted time to the first token; `None` is what the router has for all.
+    pub ttft_slo: Option<Duration>,
+    /// Wanted time between tokens, likewise.
+    pub tbt_slo: Option<Duration>,
+    /// Those of higher priority are served first, and longer.
+    pub priority: u8,
 }
 
 /// What the model's end-of-text token does.
@@ -127,6 +133,9 @@ impl Generate {
             end: EndOfText::Stops,
             logprobs: None,
             deadline: None,
+            ttft_slo: None,
+            tbt_slo: None,
+            priority: 0,
         }
     }
 }
@@ -292,6 +301,22 @@ pub enum Failure {
         /// When it may have drained.
         retry_after: Duration,
     },
+    /// Admission refuses it: a deadline would be missed.
+    #[error(
+        "no place now: {reason}, with the first token expected after {ttft} and then one every {tbt}; try again in {retry_after}"
+    )]
+    Overloaded {
+        /// Which deadline, or what is missing.
+        reason: &'static str,
+        /// When it was refused.
+        stage: Stage,
+        /// Predicted time to the first token.
+        ttft: Duration,
+        /// Predicted time between tokens.
+        tbt: Duration,
+        /// When a place should be free: it is kept for who comes back then under the same `x-request-id`.
+        retry_after: Duration,
+    },
     /// Nobody is there who could do it now.
     #[error("no {role} node is ready ({detail}); try again shortly")]
     NoNode {
@@ -334,6 +359,30 @@ pub enum Failure {
         /// The reason, as the node worded it.
         reason: String,
     },
+}
+
+/// When a request was refused.
+///
+/// ```
+/// assert_eq!(millpond_node::router::Stage::Early.name(), "early");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// On arrival.
+    Early,
+    /// When its prompt was computed, in vain.
+    Late,
+}
+
+impl Stage {
+    /// Its name in metrics and records.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Early => "early",
+            Self::Late => "late",
+        }
+    }
 }
 
 /// A model on offer.

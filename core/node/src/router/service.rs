@@ -1,28 +1,28 @@
-//! The router: takes a request through placement, its decode node's stream, and fail-over, to the client's pieces.
+//! The router: takes a request through placement and admission, its decode node's stream, and fail-over, to the client's pieces.
 //!
 //! A request has one owner at a time. Before its first token a failed node is replaced by another, or waited for while it
 //! restarts; afterwards a failure is an error that says so. Everything a request holds (its place in the line, its share
 //! of the nodes' load, its stream) is in one value, so a client that leaves gives all of it back by dropping it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use millpond_core::hash::{RouteHash, RouteHasher};
+use millpond_core::sched::admission::{Reason, Slo};
+use millpond_core::sched::conductor::INSTANCES_MAX;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{FinishReason, GenerateRequest, Generated, Sampling};
-use parking_lot::Mutex;
 use serde_json::{Value, json};
 
+use super::desk::{Admitted, Asked, Desk, Refused, Scheduling};
 use super::line::{Line, LineLimits, Place};
 use super::link::{Link, Lost, Timers};
 use super::meters::Meters;
-use super::placement::{self, Available, DecodeView, PrefillView};
-use super::prefixes::Prefixes;
 use super::prompt::{Answer, Prepared};
 use super::records::Records;
-use super::request::{Failure, Finish, Generate, Generation, Generator, Offer, Piece};
+use super::request::{Failure, Finish, Generate, Generation, Generator, Offer, Piece, Stage};
 use super::ticket::Ticket;
 use crate::metrics::Registry;
 use crate::model::Card;
@@ -30,8 +30,6 @@ use crate::runtime::Stop;
 
 /// Requests whose records are kept.
 const RECORDS_MAX: usize = 1_024;
-/// Blocks that are remembered per prefill node.
-const PREFIX_BLOCKS_MAX: usize = 1 << 17;
 /// The first wait before a request is tried again; it doubles.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 /// The longest wait between tries.
@@ -87,7 +85,7 @@ struct Inner {
     meters: Meters,
     timers: Timers,
     limits: RouterLimits,
-    turn: AtomicUsize,
+    desk: Desk,
     /// Stopped when whoever still waits is to be sent away.
     abandoned: Stop,
 }
@@ -100,34 +98,19 @@ pub(super) struct Known {
 
 struct Prefill {
     known: Known,
-    prefixes: Mutex<Prefixes>,
-    owed_tokens: AtomicU64,
     down: AtomicBool,
 }
 
 struct Decode {
     known: Known,
-    requests: AtomicU64,
     down: AtomicBool,
-}
-
-/// A share of a counter, given back when dropped.
-struct Share {
-    of: Box<dyn Fn() + Send + Sync>,
-}
-
-impl Drop for Share {
-    fn drop(&mut self) {
-        (self.of)();
-    }
 }
 
 /// Where one try of a request goes.
 struct Choice {
     prefill: Option<Arc<Prefill>>,
     decode: Arc<Decode>,
-    owed: Option<Share>,
-    request: Share,
+    admitted: Admitted,
 }
 
 impl Router {
@@ -136,14 +119,18 @@ impl Router {
         prefills: Vec<Known>,
         decodes: Vec<Known>,
         limits: RouterLimits,
+        scheduling: &Scheduling,
         timers: Timers,
         registry: &Registry,
-    ) -> Self {
-        let prefill = |known| {
-            let prefixes = Mutex::new(Prefixes::new(PREFIX_BLOCKS_MAX));
-            Arc::new(Prefill { known, prefixes, owed_tokens: AtomicU64::new(0), down: AtomicBool::new(true) })
-        };
-        let decode = |known| Arc::new(Decode { known, requests: AtomicU64::new(0), down: AtomicBool::new(true) });
+    ) -> Result<Self, String> {
+        let (prefill, decode) = (prefills.len(), decodes.len());
+        if decode == 0 || prefill.max(decode) > INSTANCES_MAX {
+            return Err(format!("{prefill} prefill and {decode} decode nodes; decode nodes are 1 to {INSTANCES_MAX}"));
+        }
+        let desk = Desk::new(scheduling, &card.layout, prefill, decode, timers.clone());
+        let desk = desk.map_err(|error| format!("the decision log cannot be written: {error}"))?;
+        let prefill = |known| Arc::new(Prefill { known, down: AtomicBool::new(true) });
+        let decode = |known| Arc::new(Decode { known, down: AtomicBool::new(true) });
         let inner = Inner {
             card,
             prefills: prefills.into_iter().map(prefill).collect(),
@@ -153,10 +140,16 @@ impl Router {
             meters: Meters::new(registry),
             timers,
             limits,
-            turn: AtomicUsize::new(0),
+            desk,
             abandoned: Stop::new(),
         };
-        Self { inner: Arc::new(inner) }
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Takes all nodes for up without having asked them.
+    pub(super) fn presume_up(&self) {
+        self.inner.prefills.iter().for_each(|node| node.down.store(false, Ordering::Relaxed));
+        self.inner.decodes.iter().for_each(|node| node.down.store(false, Ordering::Relaxed));
     }
 
     /// Keeps asking the nodes how they are; never ends.
@@ -207,18 +200,15 @@ impl Router {
     #[must_use]
     pub fn view(&self) -> Value {
         let (running, waiting) = self.inner.line.lengths();
-        let prefill = |node: &Arc<Prefill>| {
-            json!({"address": node.known.address, "up": !node.down.load(Ordering::Relaxed),
-                "owed_tokens": node.owed_tokens.load(Ordering::Relaxed)})
-        };
-        let decode = |node: &Arc<Decode>| {
-            json!({"address": node.known.address, "up": !node.down.load(Ordering::Relaxed),
-                "requests": node.requests.load(Ordering::Relaxed)})
-        };
+        let (prefill, decode) = self.inner.desk.loads();
+        let node = |known: &Known, down: &AtomicBool, requests: u64| json!({"address": known.address, "up": !down.load(Ordering::Relaxed), "requests": requests});
+        let prefills = self.inner.prefills.iter().zip(prefill);
+        let prefills = prefills.map(|(one, requests)| node(&one.known, &one.down, requests as u64));
+        let decodes = self.inner.decodes.iter().zip(decode);
+        let decodes = decodes.map(|(one, requests)| node(&one.known, &one.down, requests.into()));
         json!({
             "model": self.inner.card.id, "running": running, "waiting": waiting,
-            "prefill": self.inner.prefills.iter().map(prefill).collect::<Vec<_>>(),
-            "decode": self.inner.decodes.iter().map(decode).collect::<Vec<_>>(),
+            "prefill": prefills.collect::<Vec<_>>(), "decode": decodes.collect::<Vec<_>>(),
         })
     }
 }
@@ -259,7 +249,7 @@ struct Begun {
     first: Generated,
     rest: BoxStream<'static, Result<Generated, Lost>>,
     place: Place,
-    request: Share,
+    admitted: Admitted,
     limit: Duration,
 }
 
@@ -280,27 +270,25 @@ impl Inner {
         let chain: Vec<_> = RouteHasher::default().chain(&prepared.tokens, block_len(&self.card)).collect();
         let mut tries = Tries::new(self.timers.now() + self.limits.failover_max);
         loop {
-            let choice = self.choose(&prepared, &chain, &tries, ticket)?;
-            let lost = match self.attempt(&request, &prepared, &choice, deadline).await {
+            let mut choice = self.choose(&request, &prepared, &chain, &tries, ticket)?;
+            let lost = match self.attempt(&request, &prepared, &mut choice, deadline).await {
                 Ok((first, rest)) => {
                     let started = first.started.clone().unwrap_or_default();
                     choice.decode.down.store(false, Ordering::Relaxed);
                     if let Some(prefill) = &choice.prefill {
                         prefill.down.store(false, Ordering::Relaxed);
-                        prefill.prefixes.lock().insert(&chain);
                     }
                     let address = choice.prefill.as_ref().map(|node| node.known.address.as_str());
                     ticket.tried(address, &choice.decode.known.address, None);
                     ticket.begun(prepared.tokens.len() as u64, &started);
-                    drop(choice.owed);
                     return Ok(Begun {
-                        prompt_tokens: u32::try_from(prepared.tokens.len()).unwrap_or(u32::MAX),
+                        prompt_tokens: prepared.prompt_tokens(),
                         cached_tokens: started.cached_tokens,
                         answer: Answer::new(&self.card, &request),
                         first,
                         rest,
                         place,
-                        request: choice.request,
+                        admitted: choice.admitted,
                         limit,
                     });
                 }
@@ -308,10 +296,28 @@ impl Inner {
             };
             let prefill = choice.prefill.as_ref().map(|node| node.known.address.as_str());
             ticket.tried(prefill, &choice.decode.known.address, Some(&lost));
+            if lost == Lost::Late {
+                return Err(self.refused_late(choice.admitted));
+            }
             self.note(&mut tries, &choice, &lost);
             drop(choice);
             self.again(&mut tries, lost, limit, deadline).await?;
         }
+    }
+
+    fn refused_early(&self, refused: &Refused) -> Failure {
+        let Refused { reason, retry_after, ttft, tbt } = *refused;
+        self.meters.refusals(Stage::Early.name(), reason.name()).add(1);
+        if reason == Reason::Down {
+            return Failure::NoNode { role: "decode", detail: "none takes requests".into() };
+        }
+        Failure::Overloaded { reason: reason.name(), stage: Stage::Early, ttft, tbt, retry_after }
+    }
+
+    fn refused_late(&self, admitted: Admitted) -> Failure {
+        let (reason, ttft, tbt) = (Reason::Tbt.name(), admitted.ttft(), admitted.tbt());
+        self.meters.refusals(Stage::Late.name(), reason).add(1);
+        Failure::Overloaded { reason, stage: Stage::Late, ttft, tbt, retry_after: admitted.late() }
     }
 
     /// Waits before the next try, or says why there is none.
@@ -319,18 +325,22 @@ impl Inner {
         let (role, detail, pause) = match lost {
             Lost::Deadline => return Err(Failure::Deadline { limit }),
             Lost::Unservable { reason } => return Err(Failure::Unservable { reason }),
+            // Told by `begin` in its own way.
+            Lost::Late => return Err(Failure::Refused { reason: "no place at the decode node".into() }),
             Lost::Refused { reason } => return Err(Failure::Refused { reason }),
             Lost::Busy { reason, retry_after } => {
                 if tries.decodes.len() >= self.decodes.len() {
                     return Err(Failure::Busy { reason, retry_after });
                 }
                 // Another one may have room at once.
+                tries.count += 1;
                 return Ok(());
             }
             Lost::Decode { detail } => ("decode", detail, tries.decodes.len() >= self.decodes.len()),
             Lost::Prefill { detail } => ("prefill", detail, tries.prefills.len() >= self.prefills.len()),
         };
         self.meters.retries(role).add(1);
+        tries.count += 1;
         let now = self.timers.now();
         if now >= tries.until {
             return Err(Failure::NoNode { role, detail });
@@ -350,50 +360,37 @@ impl Inner {
 
     fn choose(
         &self,
+        request: &Generate,
         prepared: &Prepared,
         chain: &[RouteHash],
         tries: &Tries,
         ticket: &mut Ticket,
     ) -> Result<Choice, Failure> {
-        let available = |down: &AtomicBool, failed: bool| {
-            if failed || down.load(Ordering::Relaxed) { Available::AtWorst } else { Available::Yes }
+        let common = self.desk.slo();
+        let waited = self.timers.now().since(ticket.began);
+        let ttft = request.ttft_slo.unwrap_or(common.ttft);
+        let slo = Slo { ttft: ttft - waited.min(ttft), tbt: request.tbt_slo.unwrap_or(common.tbt) };
+        let prefill_down = unavailable(self.prefills.iter().map(|node| &node.down), &tries.prefills);
+        let decode_down = unavailable(self.decodes.iter().map(|node| &node.down), &tries.decodes);
+        let asked = Asked {
+            name: &request.id,
+            tokens: prepared.prompt_tokens(),
+            blocks: chain,
+            slo,
+            priority: request.priority,
+            is_retry: tries.count > 0,
+            prefill_down,
+            decode_down,
         };
-        let block = block_len(&self.card) as u64;
-        let prefills: Vec<_> = (self.prefills.iter().enumerate())
-            .map(|(index, node)| PrefillView {
-                owed_tokens: node.owed_tokens.load(Ordering::Relaxed),
-                matched_tokens: node.prefixes.lock().matched(chain) as u64 * block,
-                available: available(&node.down, tries.prefills.contains(&index)),
-            })
-            .collect();
-        let decodes: Vec<_> = (self.decodes.iter().enumerate())
-            .map(|(index, node)| DecodeView {
-                requests: node.requests.load(Ordering::Relaxed),
-                available: available(&node.down, tries.decodes.contains(&index)),
-            })
-            .collect();
-        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-        let prompt_tokens = prepared.tokens.len() as u64;
-        let prefill = placement::prefill(&prefills, prompt_tokens, turn);
-        let Some(decode) = placement::decode(&decodes, turn) else {
-            return Err(Failure::NoNode { role: "decode", detail: "none is configured".into() });
-        };
-        ticket.note("placement", placement::explained(&prefills, &decodes, prompt_tokens));
-        let owed = prefill.map(|index| {
-            let new = prompt_tokens.saturating_sub(prefills[index].matched_tokens).max(1);
-            owe(&self.prefills[index], new)
-        });
-        let decode = Arc::clone(&self.decodes[decode]);
-        decode.requests.fetch_add(1, Ordering::Relaxed);
-        let counted = Arc::clone(&decode);
-        let of = Box::new(move || {
-            counted.requests.fetch_sub(1, Ordering::Relaxed);
-        });
+        let (admitted, explained) = self.desk.decide(&asked);
+        ticket.note("placement", explained);
+        let admitted = admitted.map_err(|refused| self.refused_early(&refused))?;
+        let at = |instance: u32| usize::try_from(instance).unwrap_or(usize::MAX);
+        let decision = &admitted.decision;
         Ok(Choice {
-            prefill: prefill.map(|index| Arc::clone(&self.prefills[index])),
-            decode,
-            owed,
-            request: Share { of },
+            prefill: self.prefills.get(at(decision.placed.chosen.instance)).map(Arc::clone),
+            decode: Arc::clone(&self.decodes[at(decision.decode)]),
+            admitted,
         })
     }
 
@@ -402,7 +399,7 @@ impl Inner {
         &self,
         request: &Generate,
         prepared: &Prepared,
-        choice: &Choice,
+        choice: &mut Choice,
         deadline: Instant,
     ) -> Result<(Generated, BoxStream<'static, Result<Generated, Lost>>), Lost> {
         let message = GenerateRequest {
@@ -417,13 +414,25 @@ impl Inner {
             }),
             stop_tokens: prepared.stop_tokens.clone(),
             prefill: choice.prefill.as_ref().map(|node| node.known.address.clone()).unwrap_or_default(),
+            tbt_slo_ns: request.tbt_slo.map_or(0, Duration::as_nanos),
+            priority: request.priority.into(),
             ..GenerateRequest::default()
         };
-        let mut stream = choice.decode.known.link.generate(message, deadline);
+        let mut stream = choice.decode.known.link.generate(message, &choice.admitted.decision, deadline);
+        let mut told = None;
         loop {
             match stream.next().await {
-                Some(Ok(message)) if message.tokens.is_empty() && message.finished.is_none() => {}
-                Some(Ok(message)) => return Ok((message, stream)),
+                Some(Ok(mut message)) => {
+                    if let Some(started) = message.started.take().filter(|_| told.is_none()) {
+                        let taken = started.prefill.map_or(0, |times| times.compute_ns);
+                        choice.admitted.prefilled(prepared.prompt_tokens(), started.cached_tokens, taken);
+                        told = Some(started);
+                    }
+                    if !message.tokens.is_empty() || message.finished.is_some() {
+                        choice.admitted.joined();
+                        return Ok((Generated { started: told, ..message }, stream));
+                    }
+                }
                 Some(Err(lost)) => return Err(lost),
                 None => return Err(Lost::Decode { detail: "the stream ended before its first token".into() }),
             }
@@ -431,14 +440,10 @@ impl Inner {
     }
 }
 
-fn owe(node: &Arc<Prefill>, tokens: u64) -> Share {
-    node.owed_tokens.fetch_add(tokens, Ordering::Relaxed);
-    let node = Arc::clone(node);
-    Share {
-        of: Box::new(move || {
-            node.owed_tokens.fetch_sub(tokens, Ordering::Relaxed);
-        }),
-    }
+/// The nodes that are down or failed the request.
+fn unavailable<'a>(down: impl Iterator<Item = &'a AtomicBool>, failed: &[usize]) -> Vec<u32> {
+    let nodes = (0_u32..).zip(down.enumerate());
+    nodes.filter(|(_, (at, down))| failed.contains(at) || down.load(Ordering::Relaxed)).map(|(at, _)| at).collect()
 }
 
 fn block_len(card: &Card) -> usize {
@@ -450,13 +455,15 @@ struct Tries {
     /// Nodes that failed since the last pause, by index.
     prefills: Vec<usize>,
     decodes: Vec<usize>,
+    /// How many there were.
+    count: u32,
     until: Instant,
     pause: Duration,
 }
 
 impl Tries {
     fn new(until: Instant) -> Self {
-        Self { prefills: Vec::new(), decodes: Vec::new(), until, pause: PAUSE_MIN }
+        Self { prefills: Vec::new(), decodes: Vec::new(), count: 0, until, pause: PAUSE_MIN }
     }
 }
 
@@ -477,10 +484,14 @@ impl Inner {
                 if !prefill.down.swap(true, Ordering::Relaxed) {
                     tracing::info!(node = prefill.known.address, up = false, "router: a node changed");
                 }
-                prefill.prefixes.lock().clear();
-                tries.prefills.extend(self.prefills.iter().position(|node| Arc::ptr_eq(node, prefill)));
+                let at = self.prefills.iter().position(|node| Arc::ptr_eq(node, prefill));
+                at.and_then(|at| u32::try_from(at).ok()).into_iter().for_each(|at| self.desk.cleared(at));
+                tries.prefills.extend(at);
             }
-            (Lost::Prefill { .. } | Lost::Unservable { .. } | Lost::Refused { .. } | Lost::Deadline, _) => {}
+            (
+                Lost::Prefill { .. } | Lost::Unservable { .. } | Lost::Refused { .. } | Lost::Late | Lost::Deadline,
+                _,
+            ) => {}
         }
     }
 }
@@ -488,10 +499,10 @@ impl Inner {
 impl Begun {
     /// The client's side of the answer.
     fn generation(self, ticket: Ticket, abandoned: Stop) -> Generation {
-        let Self { prompt_tokens, cached_tokens, answer, first, rest, place, request, limit } = self;
+        let Self { prompt_tokens, cached_tokens, answer, first, rest, place, admitted, limit } = self;
         let messages = stream::iter([Ok(first)]).chain(rest).boxed();
         let (answer, place) = (Some(answer), Some(place));
-        let flight = Flight { messages, answer, ticket, place, limit, abandoned, _request: request };
+        let flight = Flight { messages, answer, ticket, place, limit, abandoned, admitted: Some(admitted) };
         let pieces = stream::unfold(flight, |mut flight| async move {
             let piece = flight.next().await?;
             Some((piece, flight))
@@ -509,7 +520,8 @@ struct Flight {
     place: Option<Place>,
     limit: Duration,
     abandoned: Stop,
-    _request: Share,
+    /// Until the answer is whole.
+    admitted: Option<Admitted>,
 }
 
 impl Flight {
@@ -532,6 +544,9 @@ impl Flight {
             };
             let mut piece = answer.push(&message.tokens);
             self.ticket.tokens(piece.tokens.len());
+            if let Some(admitted) = &self.admitted {
+                admitted.tokens(self.ticket.token_count);
+            }
             if piece.finish.is_none()
                 && let Some(finished) = &message.finished
             {
@@ -559,6 +574,9 @@ impl Flight {
 
     fn end(&mut self, how: &str) {
         self.ticket.done(how);
+        if let Some(admitted) = self.admitted.take() {
+            admitted.ended(u32::try_from(self.ticket.token_count).unwrap_or(u32::MAX));
+        }
         if let Some(place) = self.place.take() {
             place.leave(self.ticket.began, self.ticket.now());
         }
@@ -570,6 +588,7 @@ impl Flight {
             Lost::Deadline => Failure::Deadline { limit: self.limit },
             Lost::Prefill { detail } => Failure::NodeLost { role: "prefill", tokens, detail },
             Lost::Decode { detail } => Failure::NodeLost { role: "decode", tokens, detail },
+            Lost::Late => Failure::NodeLost { role: "decode", tokens, detail: "refused in mid-answer".into() },
             Lost::Busy { reason, .. } | Lost::Unservable { reason } | Lost::Refused { reason } => {
                 Failure::NodeLost { role: "decode", tokens, detail: reason }
             }

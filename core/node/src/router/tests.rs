@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use futures::executor::block_on;
 use futures::future::{BoxFuture, FutureExt, ready};
 use futures::stream::{self, BoxStream, StreamExt};
+use millpond_core::sched::conductor::Decision;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{
     FinishReason, Finished, GenerateRequest, Generated, Load, PrefillDone, Started,
@@ -34,7 +35,12 @@ struct Fake {
 }
 
 impl Link for Fake {
-    fn generate(&self, request: GenerateRequest, _: Instant) -> BoxStream<'static, Result<Generated, Lost>> {
+    fn generate(
+        &self,
+        request: GenerateRequest,
+        _: &Decision,
+        _: Instant,
+    ) -> BoxStream<'static, Result<Generated, Lost>> {
         self.asked.lock().push(request);
         let mut scripts = self.scripts.lock();
         let items = match scripts.front() {
@@ -83,6 +89,10 @@ struct Bench {
 }
 
 fn bench(prefills: usize, scripts: Vec<Vec<Script>>, limits: RouterLimits) -> Bench {
+    scheduled(prefills, scripts, limits, &Scheduling::default())
+}
+
+fn scheduled(prefills: usize, scripts: Vec<Vec<Script>>, limits: RouterLimits, scheduling: &Scheduling) -> Bench {
     let clock = Arc::new(AtomicU64::new(0));
     let now = Arc::clone(&clock);
     let timers = Timers {
@@ -110,7 +120,7 @@ fn bench(prefills: usize, scripts: Vec<Vec<Script>>, limits: RouterLimits) -> Be
     let prefills = (0..prefills).map(|index| known("prefill", index, Arc::new(Fake::default()))).collect();
     let links = decodes.iter().enumerate().map(|(index, link)| known("decode", index, Arc::clone(link) as _)).collect();
     let registry = Registry::new();
-    let router = Router::new(toy::card(), prefills, links, limits, timers, &registry);
+    let router = Router::new(toy::card(), prefills, links, limits, scheduling, timers, &registry).unwrap();
     Bench { router, registry, decodes }
 }
 
@@ -204,7 +214,7 @@ fn a_client_that_leaves_gives_everything_back() {
     drop(generation);
     assert_eq!(bench.router.explain("r").unwrap()["outcome"], "cancelled");
     assert_eq!(bench.router.view()["decode"][0]["requests"], 0);
-    assert_eq!(bench.router.view()["prefill"][0]["owed_tokens"], 0);
+    assert_eq!(bench.router.view()["prefill"][0]["requests"], 0);
     assert_eq!(bench.router.view()["running"], 0);
 }
 
@@ -219,6 +229,37 @@ fn a_prefix_goes_where_it_was_before() {
     }
     let asked = bench.decodes[0].asked.lock();
     assert!(asked.iter().all(|request| request.prefill == asked[0].prefill));
+}
+
+#[test]
+fn prompts_that_nobody_knows_spread_over_idle_nodes() {
+    let bench = bench(2, vec![vec![answer()]], RouterLimits::default());
+    bench.router.presume_up();
+    for index in 0..448 {
+        let asked = request(&index.to_string(), &format!("{index:<64}"));
+        text(block_on(bench.router.generate(asked)).unwrap()).unwrap();
+    }
+    let first = bench.decodes[0].asked.lock().iter().filter(|asked| asked.prefill == "prefill-0").count();
+    assert!((448 * 45..=448 * 55).contains(&(100 * first)), "{first} of 448");
+}
+
+#[test]
+fn who_would_miss_its_deadline_is_refused_with_a_hint_and_what_was_predicted() {
+    let bench = bench(1, vec![vec![answer()]], RouterLimits::default());
+    let mut hurried = request("r", "hi");
+    hurried.tbt_slo = Some(Duration::from_millis(1));
+    // Alone it is decoded as fast as can be: only beside others it would be too slow.
+    let held = block_on(bench.router.generate(request("other", "hello"))).unwrap();
+    let failure = block_on(bench.router.generate(hurried)).unwrap_err();
+    let Failure::Overloaded { stage, reason, retry_after, .. } = failure else { panic!("{failure}") };
+    assert_eq!((stage, reason), (Stage::Early, "tbt"));
+    assert!(retry_after >= Duration::from_secs(1));
+    let record = bench.router.explain("r").unwrap();
+    assert_eq!(record["placement"]["admission"]["verdict"], "refuse");
+    assert_eq!(record["placement"]["candidates"].as_array().unwrap().len(), 1);
+    assert!(bench.registry.text().contains("millpond_router_refusals_total{stage=\"early\",reason=\"tbt\"} 1\n"));
+    assert_eq!(bench.decodes[0].asked.lock().len(), 1, "no node was asked");
+    drop(held);
 }
 
 #[test]

@@ -70,7 +70,15 @@ impl Plan {
                     let nodes = running.iter().filter(|(name, _)| name.starts_with(role));
                     Value::Array(nodes.map(|(_, address)| Value::String(address.clone())).collect())
                 };
-                let router = section("router", [("prefill", of("prefill-")), ("decode", of("decode-"))]);
+                let text = |text: &str| Value::String(text.to_owned());
+                let mut keys = vec![("prefill", of("prefill-")), ("decode", of("decode-"))];
+                keys.push(("placement", text(self.args.placement.name())));
+                keys.push(("admission", text(self.args.admission.name())));
+                if let Some(path) = &self.args.decisions {
+                    let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+                    keys.push(("decisions", text(&path.display().to_string())));
+                }
+                let router = section("router", keys);
                 let (name, text) = self.node("router", directory, router);
                 vec![(name, with_http(&text, &self.args.http.to_string()))]
             }
@@ -107,7 +115,7 @@ impl Plan {
     }
 }
 
-fn section<const N: usize>(name: &str, keys: [(&str, Value); N]) -> Table {
+fn section<'a>(name: &str, keys: impl IntoIterator<Item = (&'a str, Value)>) -> Table {
     let keys: Table = keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
     Table::from_iter([(name.to_owned(), keys.into())])
 }
