@@ -1,5 +1,6 @@
 //! The backends, one module each. Each keeps [`crate::contract`] and passes the conformance suite.
 
+mod attached;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod file;

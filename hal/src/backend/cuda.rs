@@ -27,7 +27,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken};
+use millpond_core::batch::{MemoryKind, RegionId, RegionToken};
 use millpond_core::time::{Duration, Instant};
 use rustix::event::EventfdFlags;
 
@@ -38,6 +38,7 @@ pub use self::pin::{PIN_LEN, REGIONS_MAX};
 use self::driver::{Driver, Event, Side, Stream};
 use self::job::{Ending, Flight, Job};
 use self::pin::Regions;
+use super::attached::Attachments;
 use crate::contract::{
     Access, Completions, Connection, Device, DeviceLimits, Inbound, LinkDownReason, LinkId, Memory, NotPosted,
     OpenError, Post, PostRefusal, PostedArrival, PostedMove, Refusal, RegionMemory, RegisterError, RemoteRange,
@@ -47,8 +48,6 @@ use crate::mapping::HeaderPage;
 
 /// Bounds of the cuda backend.
 pub const LIMITS: DeviceLimits = DeviceLimits { moves_max: 65_536, bytes_max: 1 << 40, posts_max: 256, links_max: 16 };
-/// Attached regions of one link.
-pub const ATTACHED_MAX: usize = 16_384;
 /// A move is copied in pieces of at most this length, cut at its multiples in the region on the host's side.
 pub const PIECE_LEN: u64 = 4 << 20;
 /// Bytes that fly at most: what taking a grant back may have to wait for.
@@ -91,15 +90,9 @@ pub struct CudaDevice {
 
 #[derive(Debug, Default)]
 struct Link {
-    attached: HashMap<RegionId, Attached>,
+    attached: Attachments,
     posts: u32,
     down: Option<LinkDownReason>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Attached {
-    capability: Capability,
-    proven: bool,
 }
 
 /// Pieces that were put into a stream and have no event behind them yet.
@@ -149,14 +142,11 @@ fn overlap(source: Side, target: Side, len: u64) -> bool {
 impl Link {
     /// Shows the capability of an attached region, once, and has its bytes lent.
     fn prove(&mut self, id: LinkId, region: RegionId, inbound: &mut dyn Inbound) -> Result<(), Refusal> {
-        let attached = self.attached.get_mut(&region).ok_or(Refusal::NotProven)?;
-        if !attached.proven {
-            inbound.prove(id, region, attached.capability)?;
+        self.attached.prove(region, |capability| {
+            inbound.prove(id, region, capability)?;
             // From now on the fabric has `revoke` called before anybody else gets the bytes.
-            inbound.lend(id, region)?;
-            attached.proven = true;
-        }
-        Ok(())
+            inbound.lend(id, region).map(drop)
+        })
     }
 
     fn arrive(&mut self, id: LinkId, arrival: PostedArrival, inbound: &mut dyn Inbound) -> Result<(), Refusal> {
@@ -421,22 +411,12 @@ unsafe impl Memory for CudaDevice {
     }
 
     fn attach(&mut self, link: LinkId, token: &RegionToken) -> Result<(), RegisterError> {
-        let Some(link) = self.links.get_mut(&link) else { return Ok(()) };
-        let full = link.attached.len() >= ATTACHED_MAX;
-        let fresh = Attached { capability: token.capability, proven: false };
-        match link.attached.get_mut(&token.region) {
-            // Another token for the same region is proven too; what was accepted before stays accepted.
-            Some(known) if !known.proven && !known.capability.matches(&token.capability) => *known = fresh,
-            Some(_) => {}
-            None if full => return Err(RegisterError::Full),
-            None => drop(link.attached.insert(token.region, fresh)),
-        }
-        Ok(())
+        self.links.get_mut(&link).map_or(Ok(()), |link| link.attached.attach(token))
     }
 
     fn detach(&mut self, link: LinkId, region: RegionId) {
         if let Some(link) = self.links.get_mut(&link) {
-            link.attached.remove(&region);
+            link.attached.detach(region);
         }
     }
 }

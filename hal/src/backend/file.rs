@@ -28,13 +28,14 @@ mod uring;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken};
+use millpond_core::batch::{MemoryKind, RegionId, RegionToken};
 use millpond_core::time::Instant;
 use rustix::io::Errno;
 
 use self::driver::Driver;
 use self::job::{Ending, Job, Progress, Sync};
 use self::op::{Op, Ops};
+use super::attached::Attachments;
 use crate::contract::{
     Access, Completions, Connection, Device, DeviceLimits, Event, Inbound, LinkDownReason, LinkId, Memory, NotPosted,
     OpenError, Post, PostRefusal, Refusal, RegionMemory, RegisterError, Transport, Turn, Wake,
@@ -54,8 +55,6 @@ pub const DEPTH: u32 = 64;
 pub const BOUNCE_LEN: u64 = 256 << 10;
 /// Buffers at most; made when they are first needed.
 pub const BOUNCES_MAX: usize = 16;
-/// Attached grants of one link.
-pub const ATTACHED_MAX: usize = 16_384;
 /// Spare lists kept.
 const SPARES_MAX: usize = 64;
 
@@ -160,14 +159,8 @@ struct Files {
 
 #[derive(Debug, Default)]
 struct Link {
-    attached: HashMap<RegionId, Attached>,
+    attached: Attachments,
     posts: u32,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Attached {
-    capability: Capability,
-    proven: bool,
 }
 
 /// What came of trying to start a piece.
@@ -387,12 +380,7 @@ fn start_sync(
 
 /// Shows the capability of an attached grant, once.
 fn prove(id: LinkId, link: &mut Link, region: RegionId, inbound: &mut dyn Inbound) -> Result<(), Refusal> {
-    let attached = link.attached.get_mut(&region).ok_or(Refusal::NotProven)?;
-    if !attached.proven {
-        inbound.prove(id, region, attached.capability)?;
-        attached.proven = true;
-    }
-    Ok(())
+    link.attached.prove(region, |capability| inbound.prove(id, region, capability).map(drop))
 }
 
 /// The file that a range lies in, if it may be moved now.
@@ -448,25 +436,12 @@ unsafe impl Memory for FileDevice {
     }
 
     fn attach(&mut self, link: LinkId, token: &RegionToken) -> Result<(), RegisterError> {
-        let Some(link) = self.links.get_mut(&link) else { return Ok(()) };
-        let full = link.attached.len() >= ATTACHED_MAX;
-        match link.attached.get_mut(&token.region) {
-            // Another token for the same grant is proven too; what was accepted before stays accepted.
-            Some(known) if !known.proven && !known.capability.matches(&token.capability) => {
-                *known = Attached { capability: token.capability, proven: false };
-            }
-            Some(_) => {}
-            None if full => return Err(RegisterError::Full),
-            None => {
-                link.attached.insert(token.region, Attached { capability: token.capability, proven: false });
-            }
-        }
-        Ok(())
+        self.links.get_mut(&link).map_or(Ok(()), |link| link.attached.attach(token))
     }
 
     fn detach(&mut self, link: LinkId, region: RegionId) {
         if let Some(link) = self.links.get_mut(&link) {
-            link.attached.remove(&region);
+            link.attached.detach(region);
         }
     }
 }

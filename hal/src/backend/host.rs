@@ -7,9 +7,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken};
+use millpond_core::batch::{MemoryKind, RegionId, RegionToken};
 use millpond_core::time::Instant;
 
+use super::attached::Attachments;
 use super::tally::Tally;
 use crate::contract::{
     Access, Completions, Connection, Device, DeviceLimits, Event, FarEnd, Inbound, LinkDownReason, LinkId, Memory,
@@ -21,9 +22,6 @@ use crate::mapping::HeaderPage;
 
 /// Bounds of the host backend.
 pub const LIMITS: DeviceLimits = DeviceLimits { moves_max: 65_536, bytes_max: 1 << 40, posts_max: 256, links_max: 16 };
-
-/// Attached regions of one link.
-pub const ATTACHED_MAX: usize = 16_384;
 
 /// The backend. See the [module](self) and the example of [`crate::fabric`].
 ///
@@ -40,14 +38,8 @@ pub struct Host {
 
 #[derive(Debug, Default)]
 struct Link {
-    attached: HashMap<RegionId, Attached>,
+    attached: Attachments,
     posts: u32,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Attached {
-    capability: Capability,
-    proven: bool,
 }
 
 #[derive(Debug)]
@@ -158,12 +150,7 @@ impl Job {
 
 /// Shows the capability of an attached region, once.
 fn prove(id: LinkId, link: &mut Link, region: RegionId, inbound: &mut dyn Inbound) -> Result<(), Refusal> {
-    let attached = link.attached.get_mut(&region).ok_or(Refusal::NotProven)?;
-    if !attached.proven {
-        inbound.prove(id, region, attached.capability)?;
-        attached.proven = true;
-    }
-    Ok(())
+    link.attached.prove(region, |capability| inbound.prove(id, region, capability).map(drop))
 }
 
 /// Copies one piece of a move.
@@ -222,25 +209,12 @@ unsafe impl Memory for Host {
     fn release(&mut self, _region: RegionId) {}
 
     fn attach(&mut self, link: LinkId, token: &RegionToken) -> Result<(), RegisterError> {
-        let Some(link) = self.links.get_mut(&link) else { return Ok(()) };
-        let full = link.attached.len() >= ATTACHED_MAX;
-        match link.attached.get_mut(&token.region) {
-            // Another token for the same region is proven too; what was accepted before stays accepted.
-            Some(known) if !known.proven && !known.capability.matches(&token.capability) => {
-                *known = Attached { capability: token.capability, proven: false };
-            }
-            Some(_) => {}
-            None if full => return Err(RegisterError::Full),
-            None => {
-                link.attached.insert(token.region, Attached { capability: token.capability, proven: false });
-            }
-        }
-        Ok(())
+        self.links.get_mut(&link).map_or(Ok(()), |link| link.attached.attach(token))
     }
 
     fn detach(&mut self, link: LinkId, region: RegionId) {
         if let Some(link) = self.links.get_mut(&link) {
-            link.attached.remove(&region);
+            link.attached.detach(region);
         }
     }
 }
