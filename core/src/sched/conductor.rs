@@ -202,6 +202,8 @@ pub struct Conductor {
     changes: Changes,
     occupancy: Occupancy,
     decode_down: Vec<bool>,
+    /// Steps of each decode instance: who tells of them may be overtaken by others who know of more.
+    steps: Vec<u64>,
     admission: Admission,
     shares: Shares,
     band: Band,
@@ -272,6 +274,7 @@ impl Conductor {
             changes: Changes::default(),
             occupancy: Occupancy::new(setup.decode),
             decode_down: alloc::vec![false; setup.decode],
+            steps: alloc::vec![0; setup.decode],
             admission: Admission::new(setup.admission),
             shares: Shares::default(),
             band: Band::new(COVERAGE),
@@ -372,7 +375,7 @@ impl Conductor {
     /// Who is up. If nobody of a kind is, all count as up: whoever is sent there waits for a restart.
     fn note_states(&mut self, arrival: &Arrival) {
         for (at, &steps) in (0_u32..).zip(&arrival.steps) {
-            self.occupancy.on_steps(at, steps);
+            self.on_steps(at, steps);
         }
         let all = arrival.decode_down.len() >= self.setup.decode;
         for (at, was_down) in (0_u32..).zip(&mut self.decode_down) {
@@ -380,8 +383,16 @@ impl Conductor {
             if is_down != *was_down {
                 *was_down = is_down;
                 self.occupancy.on_state(at, if is_down { State::Down } else { State::Up });
-                self.occupancy.on_steps(at, arrival.steps.get(at as usize).copied().unwrap_or(0));
+                self.occupancy.on_steps(at, self.steps[at as usize]);
             }
+        }
+    }
+
+    /// A decode instance has done at least so many steps.
+    fn on_steps(&mut self, decode: u32, steps: u64) {
+        if let Some(known) = self.steps.get_mut(decode as usize) {
+            *known = (*known).max(steps);
+            self.occupancy.on_steps(decode, *known);
         }
     }
 
@@ -477,8 +488,9 @@ impl Conductor {
             return;
         }
         self.band.on_measured(request.predicted, now.since(request.arrived).as_secs_f64());
-        self.occupancy.on_steps(request.decode, steps);
-        self.occupancy.on_joined(request.decode, id, now);
+        let decode = request.decode;
+        self.on_steps(decode, steps);
+        self.occupancy.on_joined(decode, id, now);
     }
 
     /// A request is over: it ended after so many tokens, or (`None`) was given up, failed or was refused after all.

@@ -176,6 +176,19 @@ fn whatever_happens_nothing_is_held_at_the_end_and_the_same_inputs_give_the_same
 }
 
 #[test]
+fn steps_that_are_told_late_do_not_go_back() {
+    let mut conductor = Conductor::new(setup(1, 1));
+    conductor.on_arrival(at(0), &Arrival { steps: [5].into(), ..arrival(1, 100, 1) });
+    conductor.on_prefilled(at(1), 1, None);
+    conductor.on_joined(at(1), 1, 9);
+    // Somebody looked before the other joined, and says so afterwards.
+    conductor.on_arrival(at(2), &Arrival { steps: [7].into(), ..arrival(2, 100, 2) });
+    assert_eq!(conductor.batch(0).context, 200);
+    conductor.on_arrival(at(3), &Arrival { steps: [12].into(), ..arrival(3, 100, 3) });
+    assert_eq!(conductor.batch(0).context, 303);
+}
+
+#[test]
 fn what_is_measured_moves_the_costs() {
     let mut setup = setup(1, 1);
     setup.learning = Learning::On;
