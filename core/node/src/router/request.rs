@@ -303,7 +303,7 @@ pub enum Failure {
     },
     /// Admission refuses it: a deadline would be missed.
     #[error(
-        "no place now: {reason}, with the first token expected after {ttft} and then one every {tbt}; try again in {retry_after}"
+        "no place now ({reason}): the first token would be there after {ttft}, then one every {tbt}; try again in {retry_after}"
     )]
     Overloaded {
         /// Which deadline, or what is missing.
