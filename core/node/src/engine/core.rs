@@ -160,11 +160,12 @@ impl Core {
         output
     }
 
-    /// One turn, unless somebody else is at it: `None`.
-    pub(super) fn try_turn(&self) -> Option<bool> {
+    /// One turn, unless somebody else is at it: `None`. Whoever spins has the time already, and reading it is a good
+    /// part of a turn that finds nothing.
+    pub(super) fn try_turn(&self, now: Instant) -> Option<bool> {
         let mut shard = self.desk.try_lock()?;
         self.grant_wishes(&mut shard);
-        let worked = shard.turn(&self.options, self.now());
+        let worked = shard.turn(&self.options, now);
         if std::mem::take(&mut shard.woke) {
             self.woke.store(true, Ordering::Relaxed);
         }

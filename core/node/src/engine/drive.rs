@@ -84,7 +84,8 @@ impl Core {
             if let Some(report) = transfer.take_report() {
                 return report;
             }
-            if self.try_turn() == Some(true) {
+            let now = self.now();
+            if self.try_turn(now) == Some(true) {
                 let now = self.now();
                 if now > quiet_since + self.options.spin {
                     self.waits.note(now.since(quiet_since));
@@ -94,7 +95,6 @@ impl Core {
                 (quiet_since, spin_end, is_due_awaited) = (now, now + self.options.spin, false);
                 continue;
             }
-            let now = self.now();
             if now < spin_end {
                 self.relax(now, spin_end);
                 continue;
@@ -146,7 +146,7 @@ impl Core {
 
     /// A turn in passing, for a future that is being polled.
     pub(super) fn drive_once(&self) -> bool {
-        let worked = self.try_turn() == Some(true);
+        let worked = self.try_turn(self.now()) == Some(true);
         if worked {
             self.spin_paid();
         }
@@ -256,7 +256,8 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
     let mut turns_awake = 0;
     let mut links_until = None;
     while is_needed(&core, &mut links_until) {
-        let next_timer = core.fire_timers(core.now());
+        let now = core.now();
+        let next_timer = core.fire_timers(now);
         for wanted in core.take_wanted() {
             runtime.spawn(lanes::dial_wanted(runtime.clone(), Arc::clone(&core), wanted));
         }
@@ -267,8 +268,8 @@ pub(super) async fn drive<R: Runtime>(runtime: R, core: Arc<Core>) {
             select(pin!(kicked(&core)), pin!(sleep_until(&runtime, until))).await;
             continue;
         }
-        let worked = core.try_turn();
-        let now = core.now();
+        let worked = core.try_turn(now);
+        let now = if worked == Some(true) { core.now() } else { now };
         if worked == Some(true) {
             core.driver_turns.fetch_add(1, Relaxed);
             core.spin_paid();
