@@ -18,6 +18,7 @@ use crate::region::{Mode, Region, RegionBuf, RegionBytes};
 mod endings;
 mod files;
 mod moves;
+pub mod player;
 mod refusals;
 #[cfg(test)]
 mod tests;

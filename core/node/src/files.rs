@@ -1,4 +1,5 @@
-//! Files for peers: whoever has the token of a file of this node has the node move between it and memory of its own.
+//! Files for peers: whoever has the token of a file of this node has the node move between it and memory of its own. The same
+//! for memory of this node's devices, which no peer reaches either.
 //!
 //! The owner's process moves the bytes, through the buffers of a [`Stager`]. Rights, ranges and epoch are checked by the
 //! fabric at each piece, the capability at each call. It opens nothing for anybody: files are granted by who opened them, or
@@ -19,8 +20,8 @@ use zerocopy::{FromBytes, IntoBytes};
 
 pub use self::folder::{Folder, FolderOptions, FolderRights};
 use crate::engine::{
-    AllocateError, AttachError, Cause, Copy, Engine, Failure, Far, FileFault, FileGrant, OutOfBounds, RegionToken,
-    RemoteExtent, RemoteRegion, STAGES, Stager, Status,
+    AllocateError, AttachError, Cause, Copy, Engine, Failure, Far, FileFault, FileGrant, GrantErrorKind, OutOfBounds,
+    Region, RegionToken, RemoteExtent, RemoteRegion, STAGES, Stager, Status,
 };
 use crate::rpc::{Client, Context, Reason, Refusal, Router, RpcError};
 use crate::runtime::{Runtime, blocking};
@@ -46,8 +47,25 @@ pub struct FileService<R> {
 /// The grants that are served, and the number of the call that used each last.
 #[derive(Debug, Default)]
 struct Granted {
-    grants: Vec<(Arc<FileGrant>, u64)>,
+    grants: Vec<(Arc<Published>, u64)>,
     calls: u64,
+}
+
+/// What callers have moved for them.
+#[derive(Debug)]
+enum Published {
+    File(FileGrant),
+    /// A raw region, by its token.
+    Memory(RegionToken, #[allow(dead_code, reason = "keeps the region")] Region),
+}
+
+impl Published {
+    fn token(&self) -> RegionToken {
+        match self {
+            Self::File(grant) => grant.token(),
+            Self::Memory(token, _) => *token,
+        }
+    }
 }
 
 impl<R: Runtime> FileService<R> {
@@ -60,23 +78,33 @@ impl<R: Runtime> FileService<R> {
 
     /// Serves a grant of a file, whose token its holders got by any message; until [`FileService::withdraw`].
     pub fn publish(&self, grant: FileGrant) -> RegionToken {
-        let token = grant.token();
+        self.serve_grant(Published::File(grant))
+    }
+
+    /// Serves a raw region, memory of a device for example, with its rights; until [`FileService::withdraw`].
+    pub fn publish_region(&self, region: &Region) -> Result<RegionToken, GrantErrorKind> {
+        let token = self.engine.expose(region)?;
+        Ok(self.serve_grant(Published::Memory(token, region.clone())))
+    }
+
+    fn serve_grant(&self, published: Published) -> RegionToken {
+        let token = published.token();
         let mut granted = self.granted.lock();
         let call = granted.next_call();
-        granted.grants.push((Arc::new(grant), call));
+        granted.grants.push((Arc::new(published), call));
         token
     }
 
     /// Serves it no longer. Pieces that were not started are refused from then on.
     pub fn withdraw(&self, token: &RegionToken) {
-        self.granted.lock().grants.retain(|(grant, _)| grant.id() != token.region);
+        self.granted.lock().grants.retain(|(grant, _)| grant.token().region != token.region);
     }
 
     /// Of these, the one that was used before all others; `None`: there are none.
     fn least_used<'t>(&self, tokens: impl Iterator<Item = &'t RegionToken>) -> Option<RegionToken> {
         let granted = self.granted.lock();
         let used = |token: &&RegionToken| {
-            granted.grants.iter().find(|(grant, _)| grant.id() == token.region).map_or(0, |(_, call)| *call)
+            granted.grants.iter().find(|(grant, _)| grant.token().region == token.region).map_or(0, |(_, call)| *call)
         };
         tokens.min_by_key(used).copied()
     }
@@ -115,7 +143,11 @@ impl<R: Runtime> FileService<R> {
         let mut statuses = stager.copy(&wanted).await.into_iter();
         drop(stager);
         if request.sync && request.into_file {
-            let synced = blocking(self.engine.runtime(), move || grant.region().file().sync()).await;
+            let synced = blocking(self.engine.runtime(), move || match &*grant {
+                Published::File(grant) => grant.region().file().sync(),
+                Published::Memory(..) => Ok(()),
+            });
+            let synced = synced.await;
             synced.map_err(|error| Refusal::new(Reason::Failed, error.to_string()))?;
         }
         let outcomes = copies.into_iter().map(|one| match one {
@@ -127,11 +159,11 @@ impl<R: Runtime> FileService<R> {
 
     /// The grant that the token is of. A token that only looks like it is told so: the lane to the file has proven the right
     /// one for somebody else perhaps.
-    fn grant(&self, token: &RegionToken) -> Result<Arc<FileGrant>, Refusal> {
+    fn grant(&self, token: &RegionToken) -> Result<Arc<Published>, Refusal> {
         let mut granted = self.granted.lock();
         let call = granted.next_call();
-        let found = granted.grants.iter_mut().find(|(grant, _)| grant.id() == token.region);
-        let is_right = |grant: &FileGrant| grant.token().capability.matches(&token.capability);
+        let found = granted.grants.iter_mut().find(|(grant, _)| grant.token().region == token.region);
+        let is_right = |grant: &Published| grant.token().capability.matches(&token.capability);
         match found {
             Some((grant, used)) if is_right(grant) => {
                 *used = call;
@@ -202,7 +234,7 @@ impl<R> Drop for Lent<'_, R> {
     }
 }
 
-/// A file of another node, by its token: what its owner does for us.
+/// A file of another node, or memory of its devices, by its token: what its owner does for us.
 ///
 /// Example: `verify/tests/engine_file.rs` (`RemoteFile`).
 #[derive(Clone, Debug)]

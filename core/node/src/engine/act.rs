@@ -59,8 +59,8 @@ impl Shard {
     fn dial(&mut self, brain: Handle, path: PathId, now: Instant) {
         let Some(key) = self.peer_of(brain) else { return };
         let Some(peer) = self.peers.get(key) else { return };
-        if peer.inner.is_files {
-            return self.open_files_lane(now);
+        if let Some(via) = peer.inner.own {
+            return self.open_own_lane(via, now);
         }
         if let (LaneSide::Dialed, index) = lane_of(path) {
             self.wanted.push(WantedLane { peer: key, inner: std::sync::Arc::clone(&peer.inner), index });

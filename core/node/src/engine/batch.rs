@@ -4,8 +4,11 @@
 //! until the request ended. It does not know a path; it may name a transport, a class, deadlines and an arrival counter.
 //! Invariant: both sides of a request have the same length.
 
+use std::sync::Arc;
+
 use millpond_core::time::Duration;
 pub use millpond_core::transfer::Class;
+pub use millpond_hal::contract::{Fence, FenceState};
 
 use super::remote::{RemoteExtent, RemoteRegion};
 use super::transfer::Outcome;
@@ -13,6 +16,9 @@ use super::{Region, RegionBuf, RegionBytes};
 
 /// A list of reads and writes that starts with one call and ends as one [`Transfer`](super::Transfer), with a status per
 /// request.
+///
+/// Memory of a GPU is named like any other ([`Engine::register`](super::Engine::register)). To and from memory of this engine's
+/// own GPUs it is moved directly, to and from all else through buffers of the engine, piece by piece, several at a time.
 ///
 /// Requests keep the order in which they were added and carry their index; they may finish in any order, and nothing is
 /// promised about bytes that two requests of one batch write to the same place. One allocation per batch, none per
@@ -30,6 +36,8 @@ use super::{Region, RegionBuf, RegionBytes};
 pub struct Batch {
     pub(super) requests: Vec<Request>,
     pub(super) settings: Settings,
+    /// What it follows.
+    pub(super) after: Option<Arc<dyn Fence>>,
     /// Empty; kept for its allocation.
     pub(super) outcomes: Vec<Outcome>,
     /// The same.
@@ -99,6 +107,22 @@ impl Request {
             Self::Read { source, .. } | Self::ReadRaw { source, .. } => source,
         }
     }
+
+    pub(super) fn is_write(&self) -> bool {
+        matches!(self, Self::Write { .. } | Self::WriteRaw { .. })
+    }
+
+    /// Whether it goes through buffers of the engine: no link joins its two sides.
+    pub(super) fn is_staged(&self) -> bool {
+        let local = match self {
+            Self::Copy { .. } => return true,
+            Self::Write { source, .. } => source.region(),
+            Self::Read { target, .. } => target.region(),
+            Self::WriteRaw { source, .. } => &source.region,
+            Self::ReadRaw { target, .. } => &target.region,
+        };
+        local.is_for_devices() && self.remote().region.peer().inner.own != Some(Via::Cuda)
+    }
 }
 
 /// Part of a raw region, which it keeps alive.
@@ -141,6 +165,8 @@ pub enum Via {
     Tcp,
     /// Files of this engine. Chosen for them by itself, and for nothing else.
     File,
+    /// Memory of this process's GPUs, and between them. Chosen for it by itself, and for nothing else.
+    Cuda,
 }
 
 /// A transport name nobody knows.
@@ -177,6 +203,7 @@ impl std::fmt::Display for Via {
             Self::Rdma => "rdma",
             Self::Tcp => "tcp",
             Self::File => "file",
+            Self::Cuda => "cuda",
         })
     }
 }
@@ -278,9 +305,17 @@ impl Batch {
         self.requests.len() - 1
     }
 
-    /// Whether something of it goes through buffers of the engine.
+    /// Whether something of it goes through buffers of the engine, or all of it has to wait for a device.
     pub(super) fn is_staged(&self) -> bool {
-        self.requests.iter().any(|request| matches!(request, Request::Copy { .. }))
+        self.after.is_some() || self.requests.iter().any(Request::is_staged)
+    }
+
+    /// Starts it only once `fence` is passed: after the work that somebody gave a device before it. Over any transport; other
+    /// batches are not held up, and a batch that waits can be cancelled. Its deadline counts from its submission.
+    #[must_use]
+    pub fn after(mut self, fence: Arc<dyn Fence>) -> Self {
+        self.after = Some(fence);
+        self
     }
 
     /// Sets the class.
@@ -336,8 +371,9 @@ impl Batch {
         self.requests.iter().map(|request| request.remote().len()).sum()
     }
 
-    /// Drops all requests and keeps settings and allocation.
+    /// Drops all requests and what they were to follow, and keeps settings and allocation.
     pub fn clear(&mut self) {
+        self.after = None;
         self.requests.clear();
     }
 

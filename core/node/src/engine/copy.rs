@@ -103,6 +103,11 @@ impl Stages {
         Ok(Self { region, buffers, rounds: AtomicUsize::new(0) })
     }
 
+    /// Bytes of nothing, for a write that only announces.
+    pub(super) fn nothing(&self) -> Option<RegionBytes> {
+        self.region.carve(0, 0).ok().map(super::RegionBuf::freeze)
+    }
+
     /// The next buffer, once it is free: where it begins.
     async fn take(&self) -> (u64, MutexGuard<'_, ()>) {
         let number = self.rounds.fetch_add(1, Relaxed) % self.buffers.len();
@@ -218,6 +223,16 @@ impl<R: Runtime> Hands<'_, R> {
         ended
     }
 
+    /// Whether all of it has to end now.
+    pub(super) fn check(&self) -> Result<(), Cause> {
+        match self.job.end {
+            _ if self.job.parent.as_ref().is_some_and(|parent| parent.is_cancelled()) => Err(Cause::Cancelled),
+            Some(end) if self.runtime.now() >= end => Err(Cause::Deadline),
+            _ if self.core.is_shut_down() => Err(Cause::ShutDown),
+            _ => Ok(()),
+        }
+    }
+
     /// Submits a batch, again after the hint when the engine is busy, until the progress deadline. It comes back if nothing
     /// of it was started.
     pub(super) async fn run(&self, batch: Batch) -> Result<Report, (Cause, Batch)> {
@@ -230,15 +245,11 @@ impl<R: Runtime> Hands<'_, R> {
             if batch.is_empty() {
                 return Ok(Report::empty());
             }
+            if let Err(cause) = self.check() {
+                return Err((cause, batch));
+            }
             let now = self.runtime.now();
-            match &self.job.parent {
-                Some(parent) if parent.is_cancelled() => return Err((Cause::Cancelled, batch)),
-                _ => {}
-            }
-            match self.job.end {
-                Some(end) if now >= end => return Err((Cause::Deadline, batch)),
-                end => batch.settings.deadline = end.map(|end| end.since(now)),
-            }
+            batch.settings.deadline = self.job.end.map(|end| end.since(now));
             let refused = match self.core.submit(batch) {
                 Ok(transfer) => {
                     if let Some(parent) = &self.job.parent {

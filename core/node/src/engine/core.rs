@@ -19,7 +19,7 @@ use millpond_hal::fabric::{self, FabricWake};
 use millpond_hal::sync::{Desk, Held};
 use parking_lot::Mutex;
 
-use super::batch::{Batch, Via};
+use super::batch::{Batch, Request, Via};
 use super::drive::Waits;
 use super::lanes::Openings;
 use super::options::Options;
@@ -302,17 +302,18 @@ impl Core {
             return Some(SubmitErrorKind::TooLarge { bytes, bytes_max });
         }
         let via = batch.settings.via;
-        if via != Via::Auto && batch.is_staged() {
-            let why = "it holds copies, whose two halves take a path each";
+        if via != Via::Auto && batch.requests.iter().any(Request::is_staged) {
+            let why = "it goes through buffers in two halves, which take a path each";
             return Some(SubmitErrorKind::NoPath { via, why });
         }
         if !self.options.allows(via) {
             return Some(SubmitErrorKind::NoPath { via, why: "the transport is switched off here" });
         }
         if via != Via::Auto {
-            let is_wrong = |is_self: bool| is_self != matches!(via, Via::Local | Via::File);
+            let is_wrong = |is_self: bool| is_self != matches!(via, Via::Local | Via::File | Via::Cuda);
             if batch.requests.iter().any(|request| is_wrong(request.remote().region.peer().is_self())) {
-                let why = "the peer is this engine itself for `local` and `file`, and another process for the others";
+                let why =
+                    "the peer is this engine itself for `local`, `file` and `cuda`, and another process for the others";
                 return Some(SubmitErrorKind::NoPath { via, why });
             }
         }

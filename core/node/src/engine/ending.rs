@@ -139,7 +139,7 @@ impl Shard {
             Some(Answer::Failed(failure)) => Some(self.cause(&part, failure.cause, options)),
             _ => None,
         };
-        let is_file = self.peers.get(part.peer).is_some_and(|peer| peer.inner.is_files);
+        let is_file = self.peers.get(part.peer).is_some_and(|peer| peer.inner.own == Some(Via::File));
         let Some(work) = self.works.get_mut(part.work) else { return };
         let mut pieces = pieces;
         for (piece, outcome) in pieces.drain(..).zip(&outcomes) {
@@ -220,6 +220,7 @@ impl Shard {
             (Via::Auto, Some(Via::Local)) => "the peer is this engine",
             (Via::Auto, Some(Via::Shm)) => "both run on this host",
             (Via::Auto, Some(Via::File)) => "it is a file of this engine",
+            (Via::Auto, Some(Via::Cuda)) => "it is memory of a GPU of this engine",
             (Via::Auto, Some(Via::Rdma)) => "a pair of NICs that passed its byte test joins them",
             (Via::Auto, _) => "the best lane that was open",
             _ => "the caller named it",

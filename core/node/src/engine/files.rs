@@ -1,33 +1,24 @@
 //! Files of this engine: opened here, moved by the `file` backend, named by tokens like memory.
 //!
-//! The engine's files are a peer of their own kind: it has one path, a link of the `file` backend, so that batches, classes,
-//! windows and endings are what they are for every peer; a path that is lost is dialled again, by opening the next link. [`Engine::attach`] of a file's token to the engine itself leads
-//! there. The device is made with the first file. A peer's file is moved by the peer: see [`Stager`](super::Stager).
+//! The engine's files are a peer of their own kind (see `own`), with one path, a link of the `file` backend. [`Engine::attach`]
+//! of a file's token to the engine itself leads there. The device is made with the first file. A peer's file is moved by the peer: see [`Stager`](super::Stager).
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use millpond_core::slab::Handle;
-use millpond_core::time::{Duration, Instant};
+use millpond_core::time::Instant;
 pub use millpond_hal::backend::file::DriverInfo;
 use millpond_hal::backend::file::{FileDevice, FileDeviceError, FileDeviceOptions};
-use millpond_hal::contract::{Connection, LaneSide};
-use millpond_hal::fabric::{FabricError, LinkOptions};
+use millpond_hal::fabric::FabricError;
 pub use millpond_hal::fabric::{FileGrant, FileRegion};
 pub use millpond_hal::file::{Caching, FileAccess, FileError, FileOptions, OpenFile};
 
 use super::batch::Via;
 use super::grant::GrantErrorKind;
 use super::options::Options;
-use super::peer::PeerInner;
-use super::peers::{Lane, path_of};
-use super::shard::{Files, Shard};
+use super::own::NoOwn;
+use super::shard::Shard;
 use super::{AllocateError, Engine, Rights};
 use crate::runtime::{Runtime, blocking};
-use crate::session::Permit;
-
-/// A disk may be busy for longer than a network is silent.
-const PROGRESS_DEADLINE: Duration = Duration::from_secs(30);
 
 /// A file was not opened by an engine.
 ///
@@ -96,53 +87,26 @@ impl<R: Runtime> Engine<R> {
     /// How files reach the kernel; `None` before the first was opened.
     #[must_use]
     pub fn files_driver(&self) -> Option<DriverInfo> {
-        self.core.locked(|shard| shard.files.as_ref().map(|files| files.driver))
+        self.core.locked(|shard| shard.files_driver)
     }
 }
 
 impl Shard {
-    /// The engine's files as a peer, made when they are first needed.
-    pub(super) fn files(&mut self, options: &Options, now: Instant) -> Result<Handle, OpenFileError> {
-        if let Some(files) = &self.files {
-            return Ok(files.peer);
+    /// The backend of the engine's files, made when it is first needed.
+    pub(super) fn files(&mut self, options: &Options, now: Instant) -> Result<(), OpenFileError> {
+        if self.files_driver.is_some() {
+            return Ok(());
         }
-        let full = |why| OpenFileError::Full { why };
         let device = FileDevice::new(FileDeviceOptions::default())?;
         let driver = device.driver();
         if let Some(code) = driver.uring_refused {
             tracing::warn!(code, "io_uring is refused here; files are moved by threads that block, which is slower");
         }
-        let device = self.fabric.add_device(Box::new(device))?;
-        let identity = options.identity;
-        let inner = |key| Arc::new(PeerInner { is_files: true, ..PeerInner::new(key, identity, None, true) });
-        let peer = self.add_peer(inner, options, now).ok_or(full("all peers are in use"))?;
-        self.files = Some(Files { device, peer, driver });
-        self.open_files_lane(now);
-        match self.peers.get(peer) {
-            Some(entry) if entry.has_lanes() => Ok(peer),
-            _ => Err(full("no link of the file backend could be opened")),
-        }
-    }
-
-    /// Who stands for the files, if there are any.
-    pub(super) fn files_peer(&self) -> Option<Arc<PeerInner>> {
-        let files = self.files.as_ref()?;
-        self.peers.get(files.peer).map(|peer| Arc::clone(&peer.inner))
-    }
-
-    /// The one lane of the files, at first and after a disk that stood still. What went over the last one is the kernel's
-    /// no more once its ticket ends, so a new one fences it as a peer's answer does.
-    pub(super) fn open_files_lane(&mut self, now: Instant) {
-        let Some(Files { device, peer, .. }) = self.files else { return };
-        let (Some(path), Some(entry)) = (path_of(LaneSide::Dialed, 0), self.peers.get_mut(peer)) else { return };
-        let with = LinkOptions::with_progress_deadline(PROGRESS_DEADLINE);
-        let Ok(link) = self.fabric.open(now, device, Connection::Loopback, with) else {
-            return self.brain.on_dial_failed(now, entry.brain, path);
-        };
-        self.links.insert(link, (peer, path));
-        let generation = self.brain.on_open(now, entry.brain, path);
-        self.statistics.lanes_open += 1;
-        let (via, _permit, _session) = (Via::File, Permit::default(), None);
-        entry.lanes[path.index()] = Some(Lane { link, via, generation, _permit, _session });
+        self.add_own(Via::File, Box::new(device), options, now).map_err(|error| match error {
+            NoOwn::Fabric(error) => OpenFileError::Fabric(error),
+            NoOwn::Full(why) => OpenFileError::Full { why },
+        })?;
+        self.files_driver = Some(driver);
+        Ok(())
     }
 }

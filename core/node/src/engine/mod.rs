@@ -19,10 +19,12 @@ mod core;
 mod drive;
 mod ending;
 mod files;
+mod gpus;
 mod grant;
 mod lanes;
 mod nics;
 mod options;
+mod own;
 mod paths;
 mod peer;
 mod peers;
@@ -40,7 +42,6 @@ mod work;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use millpond_core::batch::MemoryKind;
 pub use millpond_core::batch::{RegionToken, Rights};
 pub use millpond_core::quiet::Far;
 use millpond_core::time::Duration;
@@ -52,12 +53,13 @@ use millpond_hal::fabric::{self, AllocateOptions};
 pub use millpond_hal::mapping::{Backing, MapError, Mapping};
 pub use millpond_hal::region::{LeaseError, Mode, Region, RegionBuf, RegionBytes};
 
-pub use self::batch::{Arrival, Batch, Class, UnknownTransport, Via};
+pub use self::batch::{Arrival, Batch, Class, Fence, FenceState, UnknownTransport, Via};
 pub use self::blocking::Blocking;
 pub use self::copy::{Copy, STAGE_LEN, STAGES, Stager};
 pub use self::files::{
     Caching, DriverInfo, FileAccess, FileError, FileGrant, FileOptions, FileRegion, OpenFile, OpenFileError,
 };
+pub use self::gpus::Gpus;
 pub use self::grant::{Arrived, COUNTERS_PER_GRANT_MAX, Grant, GrantError, GrantErrorKind, NotArrived, ReadGrant};
 pub use self::nics::OwnNic;
 pub use self::options::Options;
@@ -162,6 +164,13 @@ impl<R: Runtime> Engine<R> {
     /// The same from the pages of one NUMA node.
     pub fn allocate_on_node(&self, len: u64, backing: Backing, node: u16) -> Result<Region, AllocateError> {
         self.allocate_with(len, AllocateOptions::default().with_backing(backing).on_node(node))
+    }
+
+    /// Makes a mapping that was made beforehand a region of this engine: memory of a GPU (`Cuda::allocate`, `Cuda::adopt`), or any
+    /// other. Memory of a GPU has no view here and is touched by no CPU; it is granted, exposed, attached and named in batches
+    /// like all other.
+    pub fn register(&self, mapping: Mapping, mode: Mode) -> Result<Region, AllocateError> {
+        self.core.locked(|shard| shard.fabric.insert_region(mapping, mode))
     }
 
     fn allocate_with(&self, len: u64, options: AllocateOptions) -> Result<Region, AllocateError> {
@@ -304,10 +313,12 @@ impl<R: Runtime> Engine<R> {
             _ => AttachError::Kind,
         })?;
         let core = Arc::clone(&self.core);
-        // Files of ours have a lane of their own.
-        let files = || self.core.locked(|shard| shard.files_peer()).ok_or(AttachError::Kind);
-        let is_file = token.kind() == Some(MemoryKind::File);
-        let peer = if is_file && peer.is_self() { Peer { inner: files()? } } else { peer.clone() };
+        // Files of ours have a lane of their own, and so has memory of our GPUs.
+        let own = |via| self.core.locked(|shard| shard.own_peer_of(via)).ok_or(AttachError::Kind);
+        let peer = match own::own_via(token.kind()).filter(|_| peer.is_self()) {
+            Some(via) => Peer { inner: own(via)? },
+            None => peer.clone(),
+        };
         Ok(RemoteRegion { inner: Arc::new(Attached { peer, token: *token, region, core }) })
     }
 

@@ -6,6 +6,7 @@ use millpond_core::wire::hello::Identity;
 use millpond_core::wire::session::Key;
 
 use super::batch::Via;
+use super::gpus::Gpus;
 use super::nics::OwnNic;
 use super::rails::RAILS_MAX;
 use crate::tls::Tls;
@@ -43,6 +44,8 @@ pub struct Options {
     pub connect_deadline: Duration,
     /// NICs that rails may be opened over, in the order by which peers know them. Default: none.
     pub nics: Vec<OwnNic>,
+    /// The backend for memory of this process's GPUs. Default: none, and no such memory can be moved.
+    pub gpus: Option<Gpus>,
     /// Transports that may be used, best first. Default: local, shm, rdma, tcp.
     pub transports: Vec<Via>,
     /// Lanes of tcp to one peer; one for each of its addresses at least. Default 2, at most
@@ -73,6 +76,7 @@ impl Options {
             progress_deadline: Duration::from_secs(5),
             connect_deadline: Duration::from_millis(900),
             nics: Vec::new(),
+            gpus: None,
             transports: vec![Via::Local, Via::Shm, Via::Rdma, Via::Tcp],
             lanes_per_peer_max: 2,
             window: PathSpec::WINDOW,
@@ -89,9 +93,9 @@ impl Options {
         if self.allows(Via::Rdma) { nics.min(RAILS_MAX) } else { 0 }
     }
 
-    /// Whether `via` may be used; `Auto` and `File` always may.
+    /// Whether `via` may be used; `Auto`, `File` and `Cuda` always may.
     #[must_use]
     pub fn allows(&self, via: Via) -> bool {
-        matches!(via, Via::Auto | Via::File) || self.transports.contains(&via)
+        matches!(via, Via::Auto | Via::File | Via::Cuda) || self.transports.contains(&via)
     }
 }

@@ -27,8 +27,8 @@ pub(super) struct PeerInner {
     /// Where to dial it, each a way of its own; none: it dials us. Grows at the end only.
     pub(super) addresses: Mutex<Vec<SocketAddr>>,
     pub(super) is_self: bool,
-    /// It stands for the engine's own files.
-    pub(super) is_files: bool,
+    /// The transport of what it stands for, if that is something of the engine's own: see `own`.
+    pub(super) own: Option<Via>,
 }
 
 /// Why a node could not be opened.
@@ -93,7 +93,7 @@ pub enum OpenError {
 impl PeerInner {
     pub(super) fn new(key: Handle, identity: Identity, address: Option<SocketAddr>, is_self: bool) -> Self {
         let addresses = Mutex::new(address.into_iter().collect());
-        Self { key, identity, addresses, is_self, is_files: false }
+        Self { key, identity, addresses, is_self, own: None }
     }
 
     /// How many addresses of it there are to dial.

@@ -108,6 +108,7 @@ fn transport(via: Via) -> Option<Transport> {
         Via::Tcp => Transport::new(2),
         Via::File => Transport::new(3),
         Via::Rdma => Transport::new(4),
+        Via::Cuda => Transport::new(5),
     }
 }
 
@@ -201,8 +202,8 @@ impl PeerState {
         let mut add = |side, index, via, dialling| {
             paths.extend(path_of(side, index).zip(self.spec(via, dialling, options)));
         };
-        if self.inner.is_files {
-            add(LaneSide::Dialed, 0, Via::File, Dialling::Ours);
+        if let Some(via) = self.inner.own {
+            add(LaneSide::Dialed, 0, via, Dialling::Ours);
             return paths;
         }
         if self.inner.is_self {
@@ -238,9 +239,12 @@ impl PeerState {
         match via {
             _ if self.is_gone => "the peer was restarted; open it again",
             _ if !options.allows(via) => "the transport is switched off here",
-            Via::File if !self.inner.is_files => "that is memory, no file of this engine",
-            Via::Auto | Via::File if self.inner.is_files => "no link of the file backend could be opened",
-            _ if self.inner.is_files => "files of this engine are moved by `file` only",
+            _ if self.inner.own.is_some_and(|own| matches!(via, Via::Auto) || via == own) => {
+                "no link of its backend could be opened"
+            }
+            _ if self.inner.own.is_some() => "files are moved by `file` only, and memory of GPUs by `cuda`",
+            Via::File => "that is memory, no file of this engine",
+            Via::Cuda => "that is no memory of a GPU of this engine",
             Via::Local => "the peer is another process",
             _ if self.inner.is_self => "the peer is this engine itself",
             Via::Rdma if options.nics.is_empty() => "this node has no RDMA device that it may use; ask `doctor`",

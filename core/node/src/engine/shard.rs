@@ -27,6 +27,7 @@ use millpond_hal::fabric::{self, DeviceId, Fabric, FabricOptions, LinkOptions};
 use super::batch::{Batch, Via};
 use super::grant::Arrivals;
 use super::options::Options;
+use super::own::Own;
 use super::paths::PathEnd;
 use super::peer::PeerInner;
 use super::peers::{Lane, PeerState, WantedLane, asked, path_of};
@@ -51,8 +52,10 @@ pub(super) type Brain = transfer::Scheduler<Table<transfer::Job>, Table<transfer
 pub(super) struct Shard {
     pub(super) fabric: Fabric,
     devices: Devices,
-    /// Once the first file was opened.
-    pub(super) files: Option<Files>,
+    /// Of files, once the first was opened, and of GPUs.
+    pub(super) owns: Vec<Own>,
+    /// How files reach the kernel.
+    pub(super) files_driver: Option<DriverInfo>,
     pub(super) works: Slab<Work, Box<[Slot<Work>]>>,
     /// Which slice goes where, and when.
     pub(super) brain: Brain,
@@ -89,13 +92,6 @@ struct Devices {
     shm: Option<DeviceId>,
     /// By the NIC's number.
     rdma: Vec<DeviceId>,
-}
-
-/// The engine's files: their device, and the peer that stands for them.
-pub(super) struct Files {
-    pub(super) device: DeviceId,
-    pub(super) peer: Handle,
-    pub(super) driver: DriverInfo,
 }
 
 /// What a lane is made of.
@@ -228,7 +224,8 @@ impl Shard {
         let mut shard = Self {
             fabric,
             devices,
-            files: None,
+            owns: Vec::new(),
+            files_driver: None,
             works: Slab::new(slots(options.transfers_max)),
             brain: brain(options, dial_seed),
             rows: Vec::new(),
@@ -252,6 +249,11 @@ impl Shard {
             is_shut_down: false,
         };
         let own = shard.own_peer(options, now)?;
+        if let Some(gpus) = &options.gpus {
+            let device = gpus.device().map_err(|error| system("its GPUs")(&error))?;
+            let added = shard.add_own(Via::Cuda, device, options, now);
+            added.map_err(|error| StartError::System { what: "its GPUs", why: format!("{error:?}") })?;
+        }
         Ok((shard, own))
     }
 

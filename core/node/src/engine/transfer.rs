@@ -62,6 +62,9 @@ pub enum Cause {
         /// Why not.
         why: &'static str,
     },
+    /// The work on a device that the batch was to follow failed.
+    #[error("the work on a device that the batch was to follow has failed; nothing was moved")]
+    Fence,
     /// The engine's tables filled up before it could begin.
     #[error("the engine has no room for it now; try again in a moment")]
     Overload,
@@ -391,7 +394,7 @@ impl Shared {
 impl Report {
     /// Of a batch that ended before it began.
     pub(super) fn failed(batch: Batch, cause: &Cause, id: TransferId) -> Self {
-        let Batch { mut requests, settings, mut outcomes, remotes } = batch;
+        let Batch { mut requests, settings, mut outcomes, remotes, after: _ } = batch;
         for request in requests.drain(..) {
             let mut outcome = Outcome::pending(request.remote().len());
             outcome.status = Status::Failed(Failure { cause: cause.clone(), far: Far::Untouched });
@@ -400,7 +403,7 @@ impl Report {
             }
             outcomes.push(outcome);
         }
-        let batch = Batch { requests, settings, outcomes: Vec::new(), remotes };
+        let batch = Batch { requests, settings, outcomes: Vec::new(), remotes, after: None };
         Self { outcomes, batch, id, elapsed: Duration::ZERO, via: None, retries: 0 }
     }
 }

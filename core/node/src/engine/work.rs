@@ -138,7 +138,7 @@ impl Piece {
 
 impl Work {
     pub(super) fn new(shared: Arc<Shared>, batch: Batch, now: Instant) -> Self {
-        let Batch { requests, settings, outcomes, remotes } = batch;
+        let Batch { requests, settings, outcomes, remotes, after: _ } = batch;
         Self {
             shared,
             outcomes,
@@ -195,7 +195,7 @@ impl Work {
             Request::Read { target, .. } => Local::Target(target),
             Request::WriteRaw { source, .. } => Local::RawSource(source),
             Request::ReadRaw { target, .. } => Local::RawTarget(target),
-            Request::Copy { .. } => unreachable!("a batch with copies is staged, and its halves come here"),
+            Request::Copy { .. } => unreachable!("copies are staged, and their halves come here"),
         };
         let piece = Piece { request: index, remote, remote_offset, at: 0, len, local: Some(local) };
         if piece.is_write() && self.arrival.is_some() {
@@ -279,7 +279,7 @@ impl Work {
         }
         self.remotes.clear();
         let Self { requests, settings, remotes, .. } = self;
-        let batch = Batch { requests, settings, outcomes: Vec::new(), remotes };
+        let batch = Batch { requests, settings, outcomes: Vec::new(), remotes, after: None };
         let (id, elapsed) = (self.shared.id, now.since(self.start));
         let report = Report { outcomes: self.outcomes, batch, id, elapsed, via: self.used, retries: self.retries };
         (self.shared, report)

@@ -7,10 +7,13 @@
 #![allow(clippy::cast_possible_truncation)]
 
 mod conformance;
+mod engine;
 mod fake;
 mod ipc;
 mod memory;
 mod order;
+#[path = "../../../examples/own_runtime.rs"]
+mod own_runtime;
 
 #[test]
 fn this_is_unproven_unless_a_gpu_is_asked() {
