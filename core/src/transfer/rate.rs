@@ -2,7 +2,8 @@
 //!
 //! Measured while it is busy: the bytes of a completion over the time since the one before it, or since the path began to
 //! work. Old measurements count half as much every [`MEMORY`] of busy time, so a spell of small slices, which says little
-//! about the link, is soon outweighed by a large one.
+//! about the link, is soon outweighed by a large one. On a slow link that is no longer than a slice takes, and slices that
+//! are under way together end together: then some of them are looked back at, however long they took.
 
 use crate::time::{Duration, Instant};
 
@@ -11,6 +12,8 @@ const MEMORY: Duration = Duration::from_millis(50);
 /// What an idle path did so long before others were measured last says nothing any more: it may have been slow while it
 /// failed. It is tried again, and the first that it completes then counts alone.
 const OLD_SPAN: Duration = Duration::from_secs(5);
+/// Completions that are looked back at, at least half of them.
+const ENDS_MIN: u32 = 16;
 /// Fewer bytes than this say nothing about a rate.
 const BYTES_MIN: u64 = 64 << 10;
 
@@ -18,6 +21,8 @@ const BYTES_MIN: u64 = 64 << 10;
 pub(super) struct Rate {
     bytes: u64,
     nanos: u64,
+    /// Completions that those are of.
+    ends: u32,
     busy_since: Instant,
     measured_at: Instant,
     /// It was old when the path got work again.
@@ -26,7 +31,7 @@ pub(super) struct Rate {
 
 impl Rate {
     pub(super) const UNKNOWN: Self =
-        Self { bytes: 0, nanos: 0, busy_since: Instant::ZERO, measured_at: Instant::ZERO, was_old: false };
+        Self { bytes: 0, nanos: 0, ends: 0, busy_since: Instant::ZERO, measured_at: Instant::ZERO, was_old: false };
 
     /// An idle path gets work.
     pub(super) fn on_busy(&mut self, now: Instant) {
@@ -38,14 +43,16 @@ impl Rate {
         let span = now.since(self.busy_since).as_nanos();
         (self.busy_since, self.measured_at) = (now, now);
         if self.was_old && bytes >= BYTES_MIN {
-            (self.bytes, self.nanos, self.was_old) = (0, 0, false);
+            (self.bytes, self.nanos, self.ends, self.was_old) = (0, 0, 0, false);
         }
         // A clock that did not advance between two completions: the next span covers both.
         self.bytes = self.bytes.saturating_add(bytes);
         self.nanos = self.nanos.saturating_add(span);
-        if self.nanos > 2 * MEMORY.as_nanos() {
+        self.ends += 1;
+        if self.nanos > 2 * MEMORY.as_nanos() && self.ends >= ENDS_MIN {
             self.bytes /= 2;
             self.nanos /= 2;
+            self.ends /= 2;
         }
     }
 
@@ -118,6 +125,18 @@ mod tests {
             rate.on_done(at(millis * 1_000), 4_000_000);
         }
         assert!(rate.per_second().is_some_and(|rate| rate > 3_900_000_000), "{rate:?}");
+    }
+
+    #[test]
+    fn slices_that_end_together_on_a_slow_link_are_measured_together() {
+        let mut rate = Rate::UNKNOWN;
+        rate.on_busy(at(0));
+        for pair in 1..=200 {
+            rate.on_done(at(pair * 500_000), 250_000);
+            rate.on_done(at(pair * 500_000), 250_000);
+            let known = rate.per_second().unwrap();
+            assert!(pair < 4 || (900_000..=1_100_000).contains(&known), "{known} after {pair} pairs");
+        }
     }
 
     #[test]
