@@ -206,6 +206,6 @@ impl Default for Options {
     /// A long hold and a low level belong together: prompts that are held keep decode instances full, so few have to be
     /// admitted on luck, and few are computed in vain.
     fn default() -> Self {
-        Self { policy: Policy::Millpond, level: 0.15, hold: Duration::from_secs(10), bonus: 1.0, turns: 8 }
+        Self { policy: Policy::Millpond, level: 0.15, hold: Duration::from_secs(10), bonus: 1.0, turns: 4 }
     }
 }
