@@ -3,6 +3,7 @@
 //! Reads a trace, has `core::sim` replay it, and writes the figures: tables or JSON lines to standard output, a page with
 //! plots to a file. It decides nothing itself.
 
+mod advise;
 mod cache_only;
 mod chart;
 mod cluster;
@@ -86,6 +87,9 @@ pub(super) struct Args {
     /// optimum (knows the future).
     #[arg(long, value_name = "POLICY", value_delimiter = ',')]
     evict: Vec<Named>,
+    /// What more DRAM and SSD would save, and whether a pool or disaggregation pays for this trace, at the first --speed.
+    #[arg(long, conflicts_with_all = ["cache_only", "coupled"])]
+    advise: bool,
     /// Write a page with plots, for a browser, here.
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
@@ -149,6 +153,10 @@ pub(super) async fn run(args: Args, output: &mut Output<'_>) -> Result<Exit, Fai
         let table = cache_only::run(&trace, &args.evictions(), &args.capacities()).await?;
         table.write(output)?;
         vec![table.section()]
+    } else if args.advise {
+        let advice = advise::run(&trace, &args.plan()?).await?;
+        advice.write(output)?;
+        vec![advice.section()]
     } else {
         let runs = cluster::run(&trace, &args.plan()?).await?;
         runs.write(output)?;

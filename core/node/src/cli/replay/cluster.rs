@@ -40,16 +40,16 @@ struct Case {
 
 /// What one replay found.
 #[derive(Clone, Debug, Default)]
-struct Found {
-    effective: usize,
+pub(super) struct Found {
+    pub(super) effective: usize,
     missed: usize,
     rejected_early: usize,
     rejected_late: usize,
     wasted_prefill_s: f64,
-    ttft_mean_s: f64,
+    pub(super) ttft_mean_s: f64,
     ttft_p99_s: f64,
-    tbt_p90_ms: f64,
-    hit_blocks_pct: f64,
+    pub(super) tbt_p90_ms: f64,
+    pub(super) hit_blocks_pct: f64,
     /// The shortest first tokens of so many per cent of those who were answered, in seconds.
     ttft: Vec<(f64, f64)>,
     /// The same of the gaps between tokens, in milliseconds.
@@ -115,7 +115,8 @@ fn setups(plan: &Plan) -> Vec<(Case, Setup)> {
     setups
 }
 
-fn one(trace: &Trace, setup: &Setup, jitter: Duration, speed: f64) -> Found {
+/// One replay; the setup was checked.
+pub(super) fn one(trace: &Trace, setup: &Setup, jitter: Duration, speed: f64) -> Found {
     let moved = trace.clone();
     let moved = if jitter > Duration::ZERO { moved.with_jitter(jitter, setup.seed) } else { moved };
     let outcome = simulate(&moved.at_speed(speed), setup).expect("the setup was checked");
