@@ -224,10 +224,15 @@ impl Advice {
         let more = less(apart as f64, best as f64);
         [
             format!(
-                "Pulling from each other's caches {}: {shares:+.1} % less time to the first token.",
-                verdict(shares)
+                "Pulling from each other's caches {}: the mean time to the first token changes by {:+.1} %.",
+                verdict(shares),
+                -shares
             ),
-            format!("A pool that all read like their own memory {}: {gains:+.1} % less than pulling.", verdict(gains)),
+            format!(
+                "A pool that all read like their own memory {}: beside pulling it changes by {:+.1} %.",
+                verdict(gains),
+                -gains
+            ),
             format!(
                 "Disaggregation {}: {apart} requests in time, {best} for the best of as many coupled instances ({name}).",
                 verdict(more)
