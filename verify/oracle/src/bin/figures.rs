@@ -8,7 +8,7 @@ use millpond_core::sched::cost::Profile;
 use millpond_core::sched::placement::{Options, PrefillView, Prompt, place_prefill};
 use millpond_core::sched::queue::Order;
 use millpond_core::sim::trace::{Builder, Synthetic, Trace};
-use millpond_core::sim::{Baseline, Fate, Outcome, Setup, Tenant, run};
+use millpond_core::sim::{Baseline, Fate, Outcome, Served, Setup, Tenant, run};
 use millpond_core::time::{Duration, Instant};
 
 fn main() {
@@ -142,8 +142,13 @@ fn print(bench: &Bench, seed: u64, outcome: &Outcome, wall: f64) {
             let of = |fate| outcome.served.iter().filter(|one| one.tenant == tenant && one.fate == fate).count();
             println!("  tenant {tenant}: {:?}", fates.map(|fate| (fate, of(fate))));
         }
+        let mut order: Vec<_> = outcome.served.iter().collect();
+        order.sort_by_key(|one| one.input);
+        let served = |part: &[&Served]| part.iter().filter(|one| one.fate == Fate::Effective).count();
+        let tenths = order.chunks(order.len().div_ceil(10));
+        let prompts: Vec<f64> = tenths.map(|part| served(part) as f64 / part.len() as f64).collect();
         println!(
-            "  deciles {:.2?} prefill {:?} decode {:?} tenants {:.1?}",
+            "  deciles {:.2?} prompts {prompts:.2?} prefill {:?} decode {:?} tenants {:.1?}",
             outcome.deciles(),
             outcome.by_prefill,
             outcome.by_decode,
