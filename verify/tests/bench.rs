@@ -4,22 +4,11 @@
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
+use millpond_verify::binaries;
 use serde_json::Value;
 
-/// The binaries, beside this test's own; built first if nobody did.
-fn binaries() -> Vec<PathBuf> {
-    let own = std::env::current_exe().unwrap();
-    let folder = own.parent().unwrap().parent().unwrap();
-    let binaries = ["millpond", "millpond-smol"].map(|name| folder.join(name));
-    if !binaries.iter().all(|path| path.exists()) {
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "-p", "millpond-tokio", "-p", "millpond-smol"]);
-        if !cfg!(debug_assertions) {
-            build.arg("--release");
-        }
-        assert!(build.status().unwrap().success());
-    }
-    binaries.into()
+fn binaries() -> [PathBuf; 2] {
+    ["millpond", "millpond-smol"].map(|name| binaries::folder().join(name))
 }
 
 fn bench(binary: &PathBuf, words: &str) -> Output {

@@ -98,7 +98,8 @@ struct Said {
 }
 
 impl Cluster {
-    async fn new(runtime: Tokio, decode_pages: u64) -> Self {
+    /// `options` of the decode node; where it lies in them is where KV is sent to.
+    async fn new(runtime: Tokio, decode_pages: u64, options: decode::Options) -> Self {
         let model: Arc<dyn Model> = Arc::new(Toy::new());
         let layout = model.card().layout;
         let engine = Engine::start(runtime.clone(), Options::new(identity(1))).unwrap();
@@ -106,17 +107,23 @@ impl Cluster {
         let store = store(&engine, &stop).await;
         let blocks: Arc<dyn Blocks> = Arc::new(StoreBlocks::new(store.clone()));
         let registry = Registry::new();
-        let role = |pages: u64, blocks: Arc<dyn Blocks>| {
-            let pool = Pool::new(&engine, layout, pages * layout.page_len().next_multiple_of(4096)).unwrap();
+        let role = |engine: &Engine<Tokio>, pages: u64, blocks: Option<Arc<dyn Blocks>>| {
+            let pool = Pool::new(engine, layout, pages * layout.page_len().next_multiple_of(4096)).unwrap();
             let options = prefill::Options::default();
             let tenants = Tenants::new([3; 32]);
-            Prefill::new(runtime.clone(), Arc::clone(&model), pool, Some(blocks), tenants, options, &registry)
+            Prefill::new(runtime.clone(), Arc::clone(&model), pool, blocks, tenants, options, &registry)
         };
-        let far = role(512, blocks.clone());
-        let near = role(decode_pages, blocks.clone());
+        // One that has to reach the other has an engine of its own.
+        let is_apart = !options.address.is_empty();
+        let far_identity = Identity { incarnation: 2, ..identity(2) };
+        let far_engine =
+            if is_apart { Engine::start(runtime.clone(), Options::new(far_identity)).unwrap() } else { engine.clone() };
+        let far = role(&far_engine, 512, (!is_apart).then(|| blocks.clone()));
+        let near = role(&engine, decode_pages, Some(blocks));
         let listener = runtime.listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let prefill_address = local_addr(&listener).unwrap().to_string();
-        let methods = prefill::service::methods(&far, &engine).merge(decode::service::load_method(Some(&far), None));
+        let methods =
+            prefill::service::methods(&far, &far_engine).merge(decode::service::load_method(Some(&far), None));
         let (router, owner) = (Arc::new(methods), runtime.clone());
         let halt = stop.clone();
         runtime.spawn(async move {
@@ -132,7 +139,7 @@ impl Cluster {
             acceptor.run(&owner, &listener, &halt, begin).await.unwrap();
         });
         let prefills = Arc::new(RpcPrefills::new(runtime.clone(), Credentials::new(identity(1))));
-        let decode = Decode::start(near, engine, prefills, decode::Options::default(), &registry);
+        let decode = Decode::start(near, engine, prefills, options, &registry);
         let prefill_pool = far.pool().clone();
         Self { runtime, decode, prefill_address, prefill_pool, store, registry, _stop: StopOnDrop(stop) }
     }
@@ -189,7 +196,11 @@ impl Cluster {
 }
 
 fn with_cluster<F: Future<Output = ()>>(decode_pages: u64, test: impl FnOnce(Cluster) -> F) {
-    millpond_tokio::run(|runtime| async move { test(Cluster::new(runtime, decode_pages).await).await }).unwrap();
+    with_options(decode_pages, decode::Options::default(), test);
+}
+
+fn with_options<F: Future<Output = ()>>(pages: u64, options: decode::Options, test: impl FnOnce(Cluster) -> F) {
+    millpond_tokio::run(|runtime| async move { test(Cluster::new(runtime, pages, options).await).await }).unwrap();
 }
 
 fn prompt(len: usize, seed: u32) -> Vec<u32> {
@@ -350,4 +361,26 @@ fn requests_that_make_no_sense_are_refused_with_the_reason() {
         let stored = cluster.store.list(b"kv/").next().await.unwrap();
         assert!(stored.is_none_or(|page| page.rows.is_empty()), "no request filled a block");
     });
+}
+
+#[test]
+fn a_decode_node_knows_within_a_second_that_its_prefill_node_cannot_deliver() {
+    // Where nobody listens, and where a connection is taken and nothing is ever said.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    for address in [closed, silent.local_addr().unwrap()] {
+        let options = decode::Options { address: address.to_string(), ..decode::Options::default() };
+        with_options(64, options, |cluster| async move {
+            let mut soonest = Duration::MAX;
+            // A machine that is busy with other things may be late once.
+            for seed in 1..=3 {
+                let start = cluster.runtime.now();
+                let refusal = cluster.say(cluster.request(&prompt(100, seed), 4)).await.unwrap_err();
+                soonest = soonest.min(cluster.runtime.now().since(start));
+                assert_eq!(refusal.reason, Reason::Unavailable, "{refusal}");
+            }
+            assert!(soonest < Duration::from_secs(1), "{soonest}");
+            cluster.all_free().await;
+        });
+    }
 }

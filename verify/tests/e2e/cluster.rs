@@ -5,13 +5,15 @@ use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use millpond_verify::binaries;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+
+use crate::idle::Proxy;
 
 /// How long a node may take to say that it is ready.
 const READY_WAIT: Duration = Duration::from_secs(30);
@@ -26,35 +28,11 @@ pub(crate) enum Binary {
 impl Binary {
     /// Where it lies; built if it is not up to date.
     pub(crate) fn path(self) -> PathBuf {
-        static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-        let folder = FOLDER.get_or_init(build);
-        folder.join(match self {
+        binaries::folder().join(match self {
             Self::Tokio => "millpond",
             Self::Smol => "millpond-smol",
         })
     }
-}
-
-/// Names a folder with both binaries; they are not built then.
-const BINARIES: &str = "MILLPOND_E2E_BINARIES";
-
-/// Builds both binaries beside the test, in its profile; Cargo does not do it for tests of another package.
-fn build() -> PathBuf {
-    if let Some(folder) = std::env::var_os(BINARIES) {
-        return folder.into();
-    }
-    let test = std::env::current_exe().expect("a test is a file");
-    let folder = test.ancestors().nth(2).expect("tests lie in target/PROFILE/deps").to_owned();
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["build", "--quiet", "-p", "millpond-tokio", "-p", "millpond-smol", "--bins"]);
-    if folder.file_name().is_some_and(|name| name == "release") {
-        cargo.arg("--release");
-    }
-    let target = folder.parent().expect("a profile's folder lies in the target folder");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("verify lies in the workspace");
-    let built = cargo.current_dir(root).arg("--target-dir").arg(target).status().expect("cargo built this test");
-    assert!(built.success(), "the binaries under test do not build");
-    folder
 }
 
 /// A folder of one test, removed at its end.
@@ -238,18 +216,32 @@ pub(crate) struct Cluster {
 impl Cluster {
     /// Starts it and waits until requests can be served.
     pub(crate) fn start(plan: Plan) -> Self {
+        Self::start_behind(plan, None)
+    }
+
+    /// The same, the store, prefill and decode node each behind a proxy, which alone the others know.
+    pub(crate) fn start_behind(plan: Plan, proxies: Option<&[Proxy; 3]>) -> Self {
         let folder = Folder::new();
         let node = format!("via = \"{}\"", plan.via);
+        let start = |role: usize, binary, name: &str, roles: &str| {
+            let Some(proxies) = proxies else { return Process::start(&folder, binary, name, &node, roles) };
+            let Proxy { address, target, .. } = proxies[role];
+            let http = "127.0.0.1:0".parse().expect("an address");
+            let node = format!("{node}\nadvertise = \"{address}\"");
+            Process::start_at(&folder, binary, name, &node, roles, (target, http))
+        };
         let size = plan.store_size;
         let roles = format!("[store]\nsize = \"{size}\"\ndirectory = true");
-        let store = Process::start(&folder, plan.store, "store", &node, &roles);
+        let store = start(0, plan.store, "store", &roles);
+        // Where it is reached.
+        let directory = store.address;
         let with_directory = |section: &str, lines: &str| {
-            format!("[directory]\naddress = \"{}\"\n\n[model]\nthreads = 1\n\n[{section}]\n{lines}", store.address)
+            format!("[directory]\naddress = \"{directory}\"\n\n[model]\nthreads = 1\n\n[{section}]\n{lines}")
         };
         let roles = [with_directory("prefill", plan.prefill_lines), with_directory("decode", plan.decode_lines)];
         let (prefill, decode) = std::thread::scope(|scope| {
-            let prefill = scope.spawn(|| Process::start(&folder, plan.prefill, "prefill", &node, &roles[0]));
-            let decode = Process::start(&folder, plan.decode, "decode", &node, &roles[1]);
+            let prefill = scope.spawn(|| start(1, plan.prefill, "prefill", &roles[0]));
+            let decode = start(2, plan.decode, "decode", &roles[1]);
             (prefill.join().expect("the prefill node starts"), decode)
         });
         let roles = format!(

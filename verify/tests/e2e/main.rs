@@ -8,6 +8,7 @@ mod client;
 mod cluster;
 mod equal;
 mod faults;
+mod idle;
 mod nonsense;
 mod openai;
 mod pressure;
