@@ -18,6 +18,7 @@ mod setup;
 mod tests;
 pub mod trace;
 
+pub use self::batch::mean_of_longest;
 pub use self::memory::INSTANCES_MAX;
 pub use self::outcome::{Fate, Load, Outcome, Served, TenantUse, percentile};
 pub use self::setup::{Baseline, Setup, SetupError, Tenant};

@@ -43,9 +43,9 @@ impl Here {
         let device = Untouchable::new(KIND);
         let played = device.clone();
         let host = HostIdentity { boot: [7; 16], namespaces: [u64::from(std::process::id()); 3] };
-        // Names of sockets are made of it: tests run side by side.
+        // Names of sockets are made of it: tests run side by side, in one process and in several.
         static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
-        let incarnation = COUNT.fetch_add(1, Ordering::Relaxed);
+        let incarnation = u64::from(std::process::id()) << 32 | COUNT.fetch_add(1, Ordering::Relaxed);
         let mut options = Options::new(Identity { node: [node; 16], incarnation, host });
         options.gpus = Some(Gpus::new(move || Ok(Box::new(Player::new(played.clone(), KIND)))));
         options.transports = transports.to_vec();

@@ -34,9 +34,11 @@ pub(super) struct Own {
 }
 
 /// There is no room for one.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub(super) enum NoOwn {
+    #[error(transparent)]
     Fabric(FabricError),
+    #[error("{0}")]
     Full(&'static str),
 }
 

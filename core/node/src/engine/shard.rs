@@ -251,8 +251,7 @@ impl Shard {
         let own = shard.own_peer(options, now)?;
         if let Some(gpus) = &options.gpus {
             let device = gpus.device().map_err(|error| system("its GPUs")(&error))?;
-            let added = shard.add_own(Via::Cuda, device, options, now);
-            added.map_err(|error| StartError::System { what: "its GPUs", why: format!("{error:?}") })?;
+            shard.add_own(Via::Cuda, device, options, now).map_err(|error| system("its GPUs")(&error))?;
         }
         Ok((shard, own))
     }

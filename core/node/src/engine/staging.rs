@@ -45,16 +45,29 @@ const SILENT_FENCE_SPAN: Duration = Duration::from_micros(500);
 /// What waits for the task.
 #[derive(Debug, Default)]
 pub(super) struct Staging {
-    queue: Mutex<VecDeque<(Arc<Shared>, Batch)>>,
+    queue: Mutex<Queue>,
     /// Accepted and not ended.
     open: AtomicU32,
     task: AtomicWaker,
 }
 
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<(Arc<Shared>, Batch)>,
+    /// The task has ended: who comes now is too late.
+    is_closed: bool,
+}
+
 impl Staging {
     pub(super) fn push(&self, shared: Arc<Shared>, batch: Batch) {
+        let mut queue = self.queue.lock();
+        if queue.is_closed {
+            drop(queue);
+            return shared.fail(batch, &Cause::ShutDown);
+        }
         self.open.fetch_add(1, Relaxed);
-        self.queue.lock().push_back((shared, batch));
+        queue.waiting.push_back((shared, batch));
+        drop(queue);
         self.task.wake();
     }
 
@@ -71,9 +84,13 @@ impl Staging {
 async fn next(core: &Core) -> Option<(Arc<Shared>, Batch)> {
     poll_fn(|context| {
         core.staging.task.register(context.waker());
-        match core.staging.queue.lock().pop_front() {
+        let mut queue = core.staging.queue.lock();
+        match queue.waiting.pop_front() {
             Some(next) => Poll::Ready(Some(next)),
-            None if core.is_shut_down() => Poll::Ready(None),
+            None if core.is_shut_down() => {
+                queue.is_closed = true;
+                Poll::Ready(None)
+            }
             None => Poll::Pending,
         }
     })

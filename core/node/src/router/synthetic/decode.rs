@@ -6,6 +6,7 @@ use futures::stream::StreamExt;
 use millpond_core::sched::admission::{Admission, Arrival, Ask, Door};
 use millpond_core::sched::cost::Profile;
 use millpond_core::sched::placement::DecodeView;
+use millpond_core::sim::mean_of_longest;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{FinishReason, Finished, Generated};
 
@@ -13,9 +14,6 @@ use super::{Gaps, Lost, Synthetic, TOKEN, Timers, span};
 
 /// How long an idle node sleeps at most.
 const IDLE: Duration = Duration::from_secs(3_600);
-/// Share of the gaps between tokens, the longest ones, whose mean counts.
-const LONGEST: usize = 10;
-
 /// A prompt whose KV is there.
 pub(super) struct Arrived {
     pub(super) id: String,
@@ -203,16 +201,4 @@ fn say(to: &Arrived, is_last: bool) {
 
 fn refuse(arrived: Arrived) {
     let _ = arrived.listener.unbounded_send(Err(Lost::Late));
-}
-
-/// The mean of the longest tenth of `gaps`, at least of one; zero without gaps.
-fn mean_of_longest(gaps: &mut [u64]) -> Duration {
-    if gaps.is_empty() {
-        return Duration::ZERO;
-    }
-    let count = gaps.len().div_ceil(LONGEST);
-    let place = gaps.len() - count;
-    gaps.select_nth_unstable(place);
-    let sum: u64 = gaps[place..].iter().sum();
-    Duration::from_nanos(sum / u64::try_from(count).unwrap_or(u64::MAX))
 }
