@@ -11,8 +11,11 @@
 //! much as the binary16 of the pages moves that one. Where a row sees only a part of a span (its newest tokens), that
 //! part's values are weighed in floats: their scales would depend on tokens that are not there yet.
 //!
-//! A row's result is a chain whose order is that of elements, spans and tokens, over the tokens that the row sees and no
-//! others: it does not depend on the rows beside it.
+//! A row has [`CHAINS`] chains, which take its spans by turns, so that threads can share the context of a row; at the end
+//! the others are merged into the first. A chain's order is that of elements, spans and tokens, over the tokens that the row
+//! sees and no others: it does not depend on the rows beside it, nor on who computed which chain.
+
+use std::ops::Range;
 
 use millpond_core::layout::Side;
 use pulp::Simd;
@@ -22,6 +25,8 @@ use super::pairs::{self, Pairs};
 
 /// Tokens that are converted together, counted from the first: enough that sums stay in registers, and they in the cache.
 const SPAN: usize = 64;
+/// Chains of a row: span `n` belongs to chain `n % CHAINS`.
+pub(super) const CHAINS: usize = 2;
 /// Products that are summed as integers. `TERMS × LARGE × SMALL` fits 31 bits.
 const TERMS: usize = 64;
 /// The largest magnitude of queries and weights.
@@ -30,11 +35,10 @@ const LARGE: f32 = 8191.0;
 const SMALL: f32 = 4095.0;
 
 /// Attention of some rows of one request with one KV head. Rows are query heads of tokens, `group` per token, token-major.
+#[derive(Clone, Copy)]
 pub(super) struct Attention<'a> {
     /// Queries, `[token][head of the group][head dim]`, scaled so that a weight is 2^score.
     pub(super) queries: &'a [f32],
-    /// Results, shaped alike.
-    pub(super) out: &'a mut [f32],
     /// Elements of a head, a multiple of [`LANES`].
     pub(super) head_dim: usize,
     /// Query heads that share the KV head.
@@ -50,21 +54,49 @@ pub(super) trait ReadRows {
 }
 
 impl Attention<'_> {
-    /// Computes all rows with the widest vectors.
-    pub(super) fn run(self, workers: &Workers, pages: &(impl ReadRows + ?Sized)) {
-        let head_dim = self.head_dim;
-        let tiles = (self.queries.len() / head_dim).div_ceil(LANES);
+    /// Computes all rows into `out`, which is shaped like the queries, with the widest vectors.
+    pub(super) fn run(self, workers: &Workers, pages: &(impl ReadRows + ?Sized), out: &mut [f32]) {
+        STATES.with_borrow_mut(|states| {
+            let states = grown(states, CHAINS * self.states_len());
+            self.chains(workers, pages, 0..CHAINS, states);
+            self.merge(workers, states, out);
+        });
+    }
+
+    /// Vectors of the states of all rows in one chain.
+    pub(super) fn states_len(&self) -> usize {
+        self.tiles() * state_len(self.head_dim)
+    }
+
+    /// Computes some chains into `states`, [`Attention::states_len`] vectors a chain.
+    pub(super) fn chains(
+        self,
+        workers: &Workers,
+        pages: &(impl ReadRows + ?Sized),
+        chains: Range<usize>,
+        states: &mut [[f32; LANES]],
+    ) {
+        let (head_dim, tiles) = (self.head_dim, self.tiles());
         SCRATCH.with_borrow_mut(|(floats, integers)| {
-            let floats = grown(floats, tiles * tile_len(head_dim) * LANES + (SPAN + 1) * head_dim);
-            let (floats, span) = floats.split_at_mut(tiles * tile_len(head_dim) * LANES);
+            let floats = grown(floats, tiles * 2 * LANES + (SPAN + 1) * head_dim);
+            let (facts, span) = floats.split_at_mut(tiles * 2 * LANES);
             let (rows, value_scales) = span.split_at_mut(SPAN * head_dim);
             let integers = grown(integers, tiles * head_dim / 2 * LANES + SPAN * head_dim);
             let (queries, span) = integers.split_at_mut(tiles * head_dim / 2 * LANES);
             let (keys, values) = span.split_at_mut(SPAN * head_dim / 2);
             let span = Span { rows, keys, key_scales: [0.0; SPAN], values, value_scales };
-            let (floats, queries) = (floats.as_chunks_mut().0, queries.as_chunks_mut().0);
-            pairs::dispatch(workers.arch, Run { job: self, pages, span, floats, queries });
+            let (facts, queries) = (facts.as_chunks_mut().0, queries.as_chunks_mut().0);
+            pairs::dispatch(workers.arch, Run { job: self, pages, chains, span, facts, queries, states });
         });
+    }
+
+    /// Merges the states of all chains, as [`Attention::chains`] left them, into results.
+    pub(super) fn merge(self, workers: &Workers, states: &mut [[f32; LANES]], out: &mut [f32]) {
+        pairs::dispatch(workers.arch, Merge { head_dim: self.head_dim, states, out });
+    }
+
+    fn tiles(&self) -> usize {
+        (self.queries.len() / self.head_dim).div_ceil(LANES)
     }
 
     /// Tokens that the last row sees.
@@ -79,17 +111,21 @@ impl Attention<'_> {
 }
 
 thread_local! {
+    static STATES: std::cell::RefCell<Vec<[f32; LANES]>> = const { std::cell::RefCell::new(Vec::new()) };
     static SCRATCH: std::cell::RefCell<(Vec<f32>, Vec<i32>)> = const { std::cell::RefCell::new((Vec::new(), Vec::new())) };
 }
 
 struct Run<'a, 'b, P: ReadRows + ?Sized> {
     job: Attention<'a>,
     pages: &'b P,
+    chains: Range<usize>,
     span: Span<'b>,
-    /// What each [`Tile`] borrows.
-    floats: &'b mut [[f32; LANES]],
+    /// Scales and last tokens of each [`Tile`].
+    facts: &'b mut [[f32; LANES]],
     /// The queries of each tile.
     queries: &'b mut [[i32; LANES]],
+    /// `[chain][tile]`: sums, largest scores and totals.
+    states: &'b mut [[f32; LANES]],
 }
 
 /// Keys and values of the tokens of a span.
@@ -117,17 +153,17 @@ struct Scratch {
 /// [`LANES`] rows; lanes beyond the last row compute something that nobody reads.
 struct Tile<'a> {
     /// `[pair of elements]`.
-    queries: &'a mut [[i32; LANES]],
+    queries: &'a [[i32; LANES]],
     /// What an integer of the queries is worth.
-    scale: &'a mut [f32; LANES],
+    scale: &'a [f32; LANES],
+    /// The last token that each row sees.
+    lasts: &'a [f32; LANES],
     /// Values by weights, `[head dim]`.
     sums: &'a mut [[f32; LANES]],
     /// The largest score so far: weights are 2^(score - that).
     most: &'a mut [f32; LANES],
     /// The sum of weights.
     total: &'a mut [f32; LANES],
-    /// The last token that each row sees.
-    lasts: &'a mut [f32; LANES],
     /// Tokens that all rows see.
     all: usize,
     /// Tokens that any row sees.
@@ -144,13 +180,25 @@ impl<P: ReadRows + ?Sized> pairs::Work for Run<'_, '_, P> {
 impl<P: ReadRows + ?Sized> Run<'_, '_, P> {
     #[inline(always)]
     fn run_by<S: Pairs, const N: usize>(mut self, simd: S) {
-        let (head_dim, end) = (self.job.head_dim, self.job.end());
-        let tiles = self.floats.len() / tile_len(head_dim);
-        for index in 0..tiles {
+        for index in 0..self.job.tiles() {
             self.begin::<S, N>(simd, index);
         }
         let mut scratch = Scratch { weights: [[0.0; LANES]; SPAN], pairs: [[0; LANES]; SPAN / 2] };
-        for first in (0..end).step_by(SPAN) {
+        for place in 0..self.chains.len() {
+            self.chain::<S, N>(simd, place, &mut scratch);
+        }
+    }
+
+    /// Takes all spans of one chain in.
+    #[inline(always)]
+    fn chain<S: Pairs, const N: usize>(&mut self, simd: S, place: usize, scratch: &mut Scratch) {
+        let (head_dim, end, tiles) = (self.job.head_dim, self.job.end(), self.job.tiles());
+        let states = &mut self.states[place * tiles * state_len(head_dim)..][..tiles * state_len(head_dim)];
+        for state in states.chunks_exact_mut(state_len(head_dim)) {
+            state.fill([0.0; LANES]);
+            state[0] = [f32::MIN; LANES];
+        }
+        for first in ((self.chains.start + place) * SPAN..end).step_by(CHAINS * SPAN) {
             let tokens = SPAN.min(end - first);
             self.pages.read(Side::Key, first, &mut self.span.rows[..tokens * head_dim]);
             self.span.pair_keys::<S, N>(simd, tokens, head_dim);
@@ -158,37 +206,34 @@ impl<P: ReadRows + ?Sized> Run<'_, '_, P> {
             if tokens == SPAN {
                 self.span.pair_values::<S, N>(simd, head_dim);
             }
-            for index in 0..tiles {
-                tile(&self.job, self.floats, self.queries, index).take::<S, N>(simd, &self.span, first, &mut scratch);
-            }
-        }
-        for index in 0..tiles {
-            let tile = tile(&self.job, self.floats, self.queries, index);
-            let rows = self.job.out.chunks_exact_mut(head_dim).skip(index * LANES).take(LANES);
-            for (lane, row) in rows.enumerate() {
-                let scale = 1.0 / tile.total[lane];
-                row.iter_mut().zip(&*tile.sums).for_each(|(out, sums)| *out = sums[lane] * scale);
+            let parts = self.facts.as_chunks().0.iter().zip(self.queries.chunks_exact(head_dim / 2));
+            for (index, (([scale, lasts], queries), state)) in
+                parts.zip(states.chunks_exact_mut(state_len(head_dim))).enumerate()
+            {
+                let [most, total, sums @ ..] = state else { unreachable!("longer") };
+                let (all, any) = (self.job.sees(index * LANES), self.job.sees(index * LANES + LANES - 1));
+                let mut tile = Tile { queries, scale, lasts, sums, most, total, all, any };
+                tile.take::<S, N>(simd, &self.span, first, scratch);
             }
         }
     }
 
+    /// The queries of one tile into pairs.
     #[inline(always)]
     fn begin<S: Pairs, const N: usize>(&mut self, simd: S, index: usize) {
-        let tile = tile(&self.job, self.floats, self.queries, index);
-        tile.sums.fill([0.0; LANES]);
-        *tile.most = [f32::NEG_INFINITY; LANES];
-        *tile.total = [0.0; LANES];
-        *tile.lasts = std::array::from_fn(|lane| (self.job.sees(index * LANES + lane) - 1) as f32);
         let head_dim = self.job.head_dim;
+        let [scale, lasts] = &mut self.facts.as_chunks_mut().0[index];
+        *lasts = std::array::from_fn(|lane| (self.job.sees(index * LANES + lane) - 1) as f32);
         let rows = self.job.queries[index * LANES * head_dim..].chunks_exact(head_dim).take(LANES);
         let (mut factors, mut elements) = ([0.0; LANES], [[0.0; LANES]; TERMS]);
-        *tile.scale = [0.0; LANES];
+        *scale = [0.0; LANES];
         for (lane, row) in rows.clone().enumerate() {
             let most = largest(row);
-            tile.scale[lane] = most / LARGE;
+            scale[lane] = most / LARGE;
             factors[lane] = factor(most, LARGE);
         }
-        for (chunk, queries) in tile.queries.chunks_mut(TERMS / 2).enumerate() {
+        let queries = &mut self.queries[index * head_dim / 2..][..head_dim / 2];
+        for (chunk, queries) in queries.chunks_mut(TERMS / 2).enumerate() {
             let elements = &mut elements[..2 * queries.len()];
             for (lane, row) in rows.clone().enumerate() {
                 let row = &row[chunk * TERMS..][..elements.len()];
@@ -202,23 +247,61 @@ impl<P: ReadRows + ?Sized> Run<'_, '_, P> {
     }
 }
 
-/// Vectors of floats that a [`Tile`] borrows.
-const fn tile_len(head_dim: usize) -> usize {
-    head_dim + 4
+/// Vectors of the state of a [`Tile`] in one chain: the largest scores, totals, sums.
+const fn state_len(head_dim: usize) -> usize {
+    head_dim + 2
 }
 
+/// Makes results of `[chain][tile]` states.
+struct Merge<'a> {
+    head_dim: usize,
+    states: &'a mut [[f32; LANES]],
+    out: &'a mut [f32],
+}
+
+impl pairs::Work for Merge<'_> {
+    #[inline(always)]
+    fn run<S: Pairs>(self, simd: S) {
+        by_width!(self.run_by::<S>(simd));
+    }
+}
+
+impl Merge<'_> {
+    #[inline(always)]
+    fn run_by<S: Pairs, const N: usize>(self, simd: S) {
+        let (head_dim, len) = (self.head_dim, state_len(self.head_dim));
+        let (firsts, others) = self.states.split_at_mut(self.states.len() / CHAINS);
+        for other in others.chunks_exact(firsts.len()) {
+            for (state, other) in firsts.chunks_exact_mut(len).zip(other.chunks_exact(len)) {
+                merge::<S, N>(simd, state, other);
+            }
+        }
+        for (state, out) in firsts.chunks_exact(len).zip(self.out.chunks_mut(LANES * head_dim)) {
+            for (lane, row) in out.chunks_exact_mut(head_dim).enumerate() {
+                let scale = 1.0 / state[1][lane];
+                row.iter_mut().zip(&state[2..]).for_each(|(out, sums)| *out = sums[lane] * scale);
+            }
+        }
+    }
+}
+
+/// Adds another chain's sums and totals, both scaled to the larger of their largest scores.
 #[inline(always)]
-fn tile<'a>(
-    job: &Attention<'_>,
-    floats: &'a mut [[f32; LANES]],
-    queries: &'a mut [[i32; LANES]],
-    index: usize,
-) -> Tile<'a> {
-    let (len, pairs) = (tile_len(job.head_dim), job.head_dim / 2);
-    let [most, total, lasts, scale, sums @ ..] = &mut floats[index * len..][..len] else { unreachable!("longer") };
-    let queries = &mut queries[index * pairs..][..pairs];
-    let (all, any) = (job.sees(index * LANES), job.sees(index * LANES + LANES - 1));
-    Tile { queries, scale, sums, most, total, lasts, all, any }
+fn merge<S: Pairs, const N: usize>(simd: S, state: &mut [[f32; LANES]], other: &[[f32; LANES]]) {
+    let ([mine, sums @ ..], [theirs, others @ ..]) = (state, other) else { unreachable!("longer") };
+    let (mut factors, mut other_factors) = (*mine, *theirs);
+    for lane in 0..LANES {
+        mine[lane] = if theirs[lane] > mine[lane] { theirs[lane] } else { mine[lane] };
+    }
+    power::<S, N>(simd, &mut factors, mine);
+    power::<S, N>(simd, &mut other_factors, mine);
+    let (factors, other_factors) = (vectors::<S, N>(&factors), vectors::<S, N>(&other_factors));
+    for (sums, others) in sums.iter_mut().zip(others) {
+        let (sums, others) = (vectors_mut::<S, N>(sums), vectors::<S, N>(others));
+        for v in 0..N {
+            sums[v] = simd.mul_add_f32s(others[v], other_factors[v], simd.mul_f32s(sums[v], factors[v]));
+        }
+    }
 }
 
 #[inline(always)]

@@ -9,15 +9,17 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use millpond_core::layout::{Dtype, Layout, Side};
 use parking_lot::Mutex;
 
-use super::attention::{Attention, ReadRows};
-use super::kernel::{LANES, Panels, Tiles, Workers, from_half};
+use super::attention::{Attention, CHAINS, ReadRows};
+use super::kernel::{LANES, Panels, Tiles, Workers, from_half, grown};
 use super::rowwise;
 use super::{Card, KvPages, ModelError, Piece, check};
 
 /// Part of every revision: changes with each change that changes a bit of what is computed, so that stored KV is not mixed.
-pub(super) const ARITHMETIC: u32 = 3;
+pub(super) const ARITHMETIC: u32 = 4;
 /// Most query tokens that one attention task handles.
 const QUERIES_MAX: usize = 128;
+/// Tokens before a piece from which on threads share its rows by chains; before, chains are too short to be of one length.
+const CHAINED: usize = 256;
 
 /// The numbers of the architecture that a layout and limits do not say.
 #[derive(Clone, Copy, Debug)]
@@ -70,6 +72,8 @@ struct Buffers {
     /// `[KV head][row][head of the group][head dim]`.
     queries: Vec<f32>,
     attended: Vec<f32>,
+    /// Of the chains of attention that threads share.
+    states: Vec<[f32; LANES]>,
     row: Vec<f32>,
 }
 
@@ -161,7 +165,7 @@ impl Transformer {
     ) -> Result<(), ModelError> {
         let (weights, epsilon) = (&self.layers[index], self.config.norm_epsilon);
         let layer = u32::try_from(index).expect("layouts have few layers");
-        let Buffers { hidden, x, product, queries, attended, row } = buffers;
+        let Buffers { hidden, x, product, queries, attended, states, row } = buffers;
         rowwise::norm(&self.workers, hidden, total, &weights.attention_norm, epsilon, x);
         self.product(&weights.query_key_value, x, product);
         self.rotate(product, total, places, queries);
@@ -173,7 +177,7 @@ impl Transformer {
             kv.close_layer(layer)?;
         }
         attended.resize(queries.len(), 0.0);
-        self.attend(pieces, places, total, layer, queries, attended);
+        self.attend(pieces, layer, &mut self.units(places, queries, attended), states);
         self.gather(attended, total, x);
         self.product(&weights.attention_out, x, product);
         rowwise::add(&self.workers, hidden, product);
@@ -237,46 +241,67 @@ impl Transformer {
         }
     }
 
-    fn attend(
-        &self,
-        pieces: &[Piece<'_>],
-        places: &[Rows],
-        total: usize,
-        layer: u32,
-        queries: &[f32],
-        attended: &mut [f32],
-    ) {
-        let (group, head_dim) = (self.group(), self.head_dim());
-        let row_len = group * head_dim;
+    /// What attention computes together, of which the threads get equal parts.
+    fn units<'a>(&self, places: &[Rows], queries: &'a [f32], attended: &'a mut [f32]) -> Vec<Unit<'a>> {
+        let (group, head_dim, threads) = (self.group(), self.head_dim(), self.workers.threads());
         // A task reads all pages of its KV head, so most are whole: as many to each thread. The others are shared by all.
-        let threads = self.workers.threads();
         let whole = self.kv_heads() * places.len() / threads * threads;
-        let mut tasks = Vec::with_capacity(whole + threads * (threads + total / QUERIES_MAX));
+        let mut units = Vec::new();
         let (mut queries, mut attended) = (queries, attended);
         for kv_head in 0..self.kv_heads() {
             for (place, rows) in places.iter().enumerate() {
-                let unit = kv_head * places.len() + place;
-                let parts = if unit < whole { 1 } else { threads };
+                let index = kv_head * places.len() + place;
+                let is_whole = index < whole;
+                let by_chains = !is_whole && rows.start >= CHAINED;
+                let parts = match (is_whole, by_chains) {
+                    (true, _) => 1,
+                    (false, true) => threads.div_ceil(CHAINS),
+                    (false, false) => threads,
+                };
                 let (mut done, most) = (0, rows.count.div_ceil(parts).min(QUERIES_MAX));
                 while done < rows.count {
-                    let count = most.min(rows.count - done);
-                    let (query, rest) = queries.split_at(count * row_len);
-                    let (out, rest_out) = attended.split_at_mut(count * row_len);
-                    let thread = if unit < whole { unit } else { done / most } % threads;
-                    tasks.push((thread, kv_head, rows.piece, rows.start + done, query, Some(out)));
+                    let len = most.min(rows.count - done) * group * head_dim;
+                    let (query, rest) = queries.split_at(len);
+                    let (out, rest_out) = attended.split_at_mut(len);
+                    let job = Attention { queries: query, head_dim, group, start: rows.start + done };
+                    let thread = if is_whole { index } else { done / most * if by_chains { CHAINS } else { 1 } };
+                    units.push(Unit { kv_head, piece: rows.piece, job, out, by_chains, thread });
                     (queries, attended) = (rest, rest_out);
-                    done += count;
+                    done += most;
                 }
             }
         }
+        units
+    }
+
+    fn attend(&self, pieces: &[Piece<'_>], layer: u32, units: &mut [Unit<'_>], states: &mut Vec<[f32; LANES]>) {
+        let states_len = |unit: &Unit<'_>| if unit.by_chains { CHAINS * unit.job.states_len() } else { 0 };
+        let mut rest = grown(states, units.iter().map(states_len).sum());
+        let mut tasks = Vec::with_capacity(CHAINS * units.len());
+        for unit in &mut *units {
+            let (states, after) = std::mem::take(&mut rest).split_at_mut(states_len(unit));
+            rest = after;
+            let chains = states.chunks_exact_mut(unit.job.states_len()).enumerate();
+            tasks.extend(chains.map(|(chain, states)| (unit.thread + chain, unit.place(), Part::Chain(chain, states))));
+            if !unit.by_chains {
+                tasks.push((unit.thread, unit.place(), Part::Whole(&mut *unit.out)));
+            }
+        }
         // Threads take neighbours.
-        tasks.sort_by_key(|task| task.0);
-        self.workers.each(&mut tasks, 1, |_, (_, kv_head, piece, start, queries, out)| {
+        tasks.sort_by_key(|task| task.0 % self.workers.threads());
+        self.workers.each(&mut tasks, 1, |_, (_, (kv_head, piece, job), part)| {
             let pages = HeadPages { kv: &*pieces[*piece].kv, layout: &self.card.layout, layer, kv_head: *kv_head };
-            if let Some(out) = out.take() {
-                Attention { queries, out, head_dim, group, start: *start }.run(&self.workers, &pages);
+            match part {
+                Part::Whole(out) => job.run(&self.workers, &pages, out),
+                Part::Chain(chain, states) => job.chains(&self.workers, &pages, *chain..*chain + 1, states),
             }
         });
+        let mut rest = &mut states[..];
+        for unit in units.iter_mut().filter(|unit| unit.by_chains) {
+            let (states, after) = rest.split_at_mut(states_len(unit));
+            rest = after;
+            unit.job.merge(&self.workers, states, unit.out);
+        }
     }
 
     /// Attention's results, which lie by KV head, into tiles.
@@ -323,6 +348,32 @@ impl Transformer {
     fn group(&self) -> usize {
         self.config.heads / self.kv_heads()
     }
+}
+
+/// Rows of attention that are computed together.
+struct Unit<'a> {
+    kv_head: usize,
+    piece: usize,
+    job: Attention<'a>,
+    out: &'a mut [f32],
+    /// Whether threads share its chains.
+    by_chains: bool,
+    /// Of its first task; counted beyond the number of threads.
+    thread: usize,
+}
+
+impl<'a> Unit<'a> {
+    fn place(&self) -> (usize, usize, Attention<'a>) {
+        (self.kv_head, self.piece, self.job)
+    }
+}
+
+/// What a task computes of a [`Unit`].
+enum Part<'a> {
+    /// Its results.
+    Whole(&'a mut [f32]),
+    /// The states of one chain.
+    Chain(usize, &'a mut [[f32; LANES]]),
 }
 
 /// One layer and KV head of a request's pages.

@@ -2,9 +2,10 @@
 //!
 //! Blocks that the store has are loaded, the rest is computed in chunks, one chunk at a time over a role's requests, so a short
 //! prompt waits for a chunk of a long one and not for all of it. KV leaves by an [`Outlet`] layer by layer while later
-//! layers are computed. New full blocks go to the store as soon as a chunk completed them and they have left, so a process
-//! that dies late loses little. The role works alone (colocated, the decode role calls it in the process and takes the pages
-//! over by handle) or behind [`service`].
+//! layers are computed; what was loaded leaves before, or, where all the rest is one chunk, after it: the first token is not
+//! to wait for it. New full blocks go to the store as soon as a chunk completed them and they have left, so a process that
+//! dies late loses little. The role works alone (colocated, the decode role calls it in the process and takes the pages over
+//! by handle) or behind [`service`].
 
 mod outlet;
 pub mod service;
@@ -226,12 +227,8 @@ impl<R: Runtime> Prefill<R> {
         let mut times = PrefillTimes::default();
         let names = inner.names(prompt);
         let start = inner.runtime.now();
-        let (mut pages, hits) = self.load_blocks(prompt, &names, pages).await?;
+        let (pages, hits) = self.load_blocks(prompt, &names, pages).await?;
         times.load_ns = inner.runtime.now().since(start).as_nanos();
-        let mut outlet = outlet;
-        if let Some(outlet) = &mut outlet {
-            outlet.loaded(&mut pages[..hits]).map_err(Stopped::refusal)?;
-        }
         let block = self.card().layout.shape().block_tokens as usize;
         place.progressed(hits * block);
         let mut work = Work {
@@ -246,6 +243,12 @@ impl<R: Runtime> Prefill<R> {
         let _stop = StopOnDrop(Arc::clone(&work.stop));
         let cached_tokens = u32::try_from(work.done).unwrap_or(u32::MAX);
         let (chunk, mut kept_blocks) = (inner.chunk_tokens(), hits);
+        // Copying takes the cores that compute: what is computed in one go comes first, and with it the first token.
+        let left = work.tokens.len() - work.done;
+        let is_short = next_chunk(left, chunk) == left;
+        if !is_short {
+            work.send_loaded(hits)?;
+        }
         while work.done < work.tokens.len() {
             let asked = inner.runtime.now();
             let turn = inner.turn.lock().await;
@@ -261,6 +264,9 @@ impl<R: Runtime> Prefill<R> {
             if work.done < work.tokens.len() {
                 kept_blocks = self.keep_complete(&names, kept_blocks, work.done / block, &mut work.pages);
             }
+        }
+        if is_short {
+            work.send_loaded(hits)?;
         }
         inner.metrics.cached.add(cached_tokens.into());
         inner.metrics.compute.observe(Duration::from_nanos(times.compute_ns));
@@ -462,6 +468,12 @@ struct Work {
 }
 
 impl Work {
+    /// Lets the pages that were loaded leave.
+    fn send_loaded(&mut self, hits: usize) -> Result<(), Refusal> {
+        let Self { outlet, pages, .. } = self;
+        outlet.as_mut().map_or(Ok(()), |outlet| outlet.loaded(&mut pages[..hits])).map_err(Stopped::refusal)
+    }
+
     /// Computes the next chunk; chunks of `len` tokens run well.
     fn chunk(mut self, model: &dyn Model, len: usize) -> Result<Self, Box<Refusal>> {
         let block = model.card().layout.shape().block_tokens as usize;

@@ -26,8 +26,15 @@ impl Head {
     fn attend(self, tokens: std::ops::Range<usize>, workers: &Workers) -> Vec<f32> {
         let queries = self.queries(tokens.clone());
         let mut out = vec![f32::NAN; queries.len()];
-        let job = Attention { queries: &queries, out: &mut out, head_dim: self.0, group: GROUP, start: tokens.start };
-        job.run(workers, &self);
+        let job = Attention { queries: &queries, head_dim: self.0, group: GROUP, start: tokens.start };
+        job.run(workers, &self, &mut out);
+        // The same by one chain after the other, the last first.
+        let (mut states, mut parts) = (vec![[f32::NAN; LANES]; CHAINS * job.states_len()], vec![f32::NAN; out.len()]);
+        for (chain, states) in states.chunks_exact_mut(job.states_len()).enumerate().rev() {
+            job.chains(workers, &self, chain..chain + 1, states);
+        }
+        job.merge(workers, &mut states, &mut parts);
+        assert_eq!(bits(&out), bits(&parts));
         out
     }
 
@@ -41,26 +48,37 @@ impl Head {
             let chunks = query.chunks(TERMS).zip(key.chunks(TERMS));
             chunks.fold(0f32, |sum, (query, key)| sum + dot(query, key) as f32) * (query_scale * scale)
         };
-        let (mut sums, mut total, mut most) = (vec![0f32; self.0], 0f32, f32::NEG_INFINITY);
-        for (keys, values) in keys.chunks(SPAN).zip(values.chunks(SPAN)) {
-            let mut weights: Vec<f32> = keys.iter().map(score).collect();
-            let before = most;
-            most = weights.iter().copied().fold(most, f32::max);
-            let factor = exp2(before - most);
-            weights.iter_mut().for_each(|weight| *weight = exp2(*weight - most));
-            total = weights.iter().fold(total * factor, |sum, weight| sum + weight);
-            for (element, sum) in sums.iter_mut().enumerate() {
-                let column: Vec<f32> = values.iter().map(|row| row[element]).collect();
-                *sum *= factor;
-                if weights.len() < SPAN {
-                    let terms = weights.iter().zip(column);
-                    *sum = terms.fold(*sum, |sum, (weight, value)| value.mul_add(*weight, sum));
-                } else {
-                    let ((weights, worth), (column, scale)) = (integers(&weights, LARGE), integers(&column, SMALL));
-                    *sum = (dot(&weights, &column) as f32).mul_add(worth * scale, *sum);
+        let chain = |chain: usize| {
+            let (mut sums, mut total, mut most) = (vec![0f32; self.0], 0f32, f32::MIN);
+            for (keys, values) in keys.chunks(SPAN).zip(values.chunks(SPAN)).skip(chain).step_by(CHAINS) {
+                let mut weights: Vec<f32> = keys.iter().map(score).collect();
+                let before = most;
+                most = weights.iter().copied().fold(most, f32::max);
+                let factor = exp2(before - most);
+                weights.iter_mut().for_each(|weight| *weight = exp2(*weight - most));
+                total = weights.iter().fold(total * factor, |sum, weight| sum + weight);
+                for (element, sum) in sums.iter_mut().enumerate() {
+                    let column: Vec<f32> = values.iter().map(|row| row[element]).collect();
+                    *sum *= factor;
+                    if weights.len() < SPAN {
+                        let terms = weights.iter().zip(column);
+                        *sum = terms.fold(*sum, |sum, (weight, value)| value.mul_add(*weight, sum));
+                    } else {
+                        let ((weights, worth), (column, scale)) = (integers(&weights, LARGE), integers(&column, SMALL));
+                        *sum = (dot(&weights, &column) as f32).mul_add(worth * scale, *sum);
+                    }
                 }
             }
-        }
+            (sums, total, most)
+        };
+        let merge = |(mut sums, total, most): (Vec<f32>, f32, f32), (others, other_total, other_most)| {
+            let largest = most.max(other_most);
+            let (factor, other_factor) = (exp2(most - largest), exp2(other_most - largest));
+            let merge = |mine: f32, other: f32| other.mul_add(other_factor, mine * factor);
+            sums.iter_mut().zip::<Vec<f32>>(others).for_each(|(sum, other)| *sum = merge(*sum, other));
+            (sums, merge(total, other_total), largest)
+        };
+        let (sums, total, _) = (0..CHAINS).map(chain).reduce(merge).expect("there are chains");
         sums.iter().map(|sum| sum * (1.0 / total)).collect()
     }
 
@@ -160,7 +178,7 @@ fn the_largest_sums_fit() {
     }
     let queries = vec![0.5; GROUP * 64];
     let mut out = vec![0.0; GROUP * 64];
-    let job = Attention { queries: &queries, out: &mut out, head_dim: 64, group: GROUP, start: 127 };
-    job.run(&Workers::new(1), &Large);
+    let job = Attention { queries: &queries, head_dim: 64, group: GROUP, start: 127 };
+    job.run(&Workers::new(1), &Large, &mut out);
     assert!(out.iter().all(|value| (value - 2.0).abs() < 1e-5), "{out:?}");
 }
