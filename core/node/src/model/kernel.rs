@@ -174,7 +174,7 @@ impl Tiles {
     /// Makes room for `rows` times `columns` values; what was there is unspecified.
     pub(super) fn shape(&mut self, rows: usize, columns: usize) {
         (self.rows, self.columns) = (rows, columns);
-        self.values.resize(rows.div_ceil(TILE) * columns, [0.0; TILE]);
+        grown(&mut self.values, rows.div_ceil(TILE) * columns);
     }
 
     /// Shapes them and calls `work` with the first row of each tile and its columns, for `few` tiles or more on one thread.
@@ -187,7 +187,8 @@ impl Tiles {
         work: impl Fn(usize, &mut [[f32; TILE]]) + Sync + Send,
     ) {
         self.shape(rows, columns);
-        let mut tiles: Vec<&mut [[f32; TILE]]> = self.values.chunks_exact_mut(columns).collect();
+        let values = &mut self.values[..rows.div_ceil(TILE) * columns];
+        let mut tiles: Vec<&mut [[f32; TILE]]> = values.chunks_exact_mut(columns).collect();
         workers.each(&mut tiles, few, |index, tile| work(index * TILE, tile));
     }
 

@@ -167,31 +167,29 @@ impl Transformer {
         let layer = u32::try_from(index).expect("layouts have few layers");
         let Buffers { hidden, x, product, queries, attended, states, row } = buffers;
         rowwise::norm(&self.workers, hidden, total, &weights.attention_norm, epsilon, x);
-        self.product(&weights.query_key_value, x, product);
-        self.rotate(product, total, places, queries);
+        let heads = self.product(&weights.query_key_value, x, product);
+        self.rotate(heads, total, places, queries);
         for rows in places {
             let kv = &mut *pieces[rows.piece].kv;
             kv.open_layer(layer)?;
             check_pages(&self.card.layout, kv, layer, rows.start + rows.count)?;
-            self.keep(product, total, rows, kv, layer, row);
+            self.keep(heads, total, rows, kv, layer, row);
             kv.close_layer(layer)?;
         }
         attended.resize(queries.len(), 0.0);
         self.attend(pieces, layer, &mut self.units(places, queries, attended), states);
         self.gather(attended, total, x);
-        self.product(&weights.attention_out, x, product);
-        rowwise::add(&self.workers, hidden, product);
+        rowwise::add(&self.workers, hidden, self.product(&weights.attention_out, x, product));
         rowwise::norm(&self.workers, hidden, total, &weights.feed_forward_norm, epsilon, x);
-        self.product(&weights.gate_up, x, product);
-        rowwise::gate(&self.workers, product, total, x);
-        self.product(&weights.down, x, product);
-        rowwise::add(&self.workers, hidden, product);
+        rowwise::gate(&self.workers, self.product(&weights.gate_up, x, product), total, x);
+        rowwise::add(&self.workers, hidden, self.product(&weights.down, x, product));
         Ok(())
     }
 
-    fn product(&self, weights: &Panels, x: &Tiles, out: &mut Vec<f32>) {
-        out.resize(weights.panels() * x.rows * LANES, 0.0);
+    fn product<'a>(&self, weights: &Panels, x: &Tiles, buffer: &'a mut Vec<f32>) -> &'a mut [f32] {
+        let out = grown(buffer, weights.panels() * x.rows * LANES);
         weights.product(&self.workers, x, out);
+        out
     }
 
     /// Turns queries and keys by their positions; queries go, scaled, to where attention reads them.
@@ -326,7 +324,7 @@ impl Transformer {
             }
         }
         rowwise::norm(&self.workers, row, wanted.len(), &self.final_norm, self.config.norm_epsilon, x);
-        self.product(self.head.as_ref().unwrap_or(&self.embedding), x, product);
+        let product = self.product(self.head.as_ref().unwrap_or(&self.embedding), x, product);
         for (index, rows) in wanted.iter().enumerate() {
             if let Some(logits) = pieces[rows.piece].logits.as_deref_mut() {
                 for (panel, lanes) in logits.chunks_mut(LANES).enumerate() {
