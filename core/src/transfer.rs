@@ -12,7 +12,8 @@
 //!   what is under way there, over the measured completion rate. A path whose breaker is open is left alone, then probed.
 //! - *Slices* are as long as a path moves in [`SLICE_SPAN`], within the bounds of its transport; many small moves travel as
 //!   one slice.
-//! - *Windows* in bytes, moves and slices bound what is under way per path and per peer, and credit what the receiver takes.
+//! - *Windows* in bytes, moves and slices bound what is under way per path and per peer, and credit what the receiver takes;
+//!   the receiver's side of it is [`Takings`] and [`Grant`].
 //! - *A failed slice* goes to the same path, another path of its transport, another transport, in that order, four
 //!   times at most and within the peer's budget; also when the post itself was refused. Work without a path waits for one
 //!   until its own deadline.
@@ -28,6 +29,7 @@
 
 mod breaker;
 mod explain;
+mod grant;
 mod job;
 mod path;
 mod peer;
@@ -44,6 +46,7 @@ mod tests;
 
 pub use self::breaker::{BACKOFF_MAX, BACKOFF_MIN, FAILURES_MAX, HEALING_SPAN};
 pub use self::explain::{Explanation, Verdict, Why};
+pub use self::grant::{Grant, Overrun, Takings};
 pub use self::job::{Job, JobSpec, Slice};
 pub use self::path::{Dialling, PathDown, PathSpec, REDIAL_MAX, REDIAL_MIN, SLICE_SPAN};
 pub use self::peer::Peer;

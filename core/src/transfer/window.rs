@@ -98,7 +98,7 @@ pub struct Limits {
 pub struct Credit {
     /// Bytes in total.
     pub bytes: u64,
-    /// Slices in total.
+    /// Slices in total; on the wire, frames.
     pub slices: u64,
 }
 
@@ -107,11 +107,13 @@ impl Credit {
     pub const UNLIMITED: Self = Self { bytes: u64::MAX, slices: u64::MAX };
 
     /// Whether one more slice may follow what was `sent`.
-    pub(super) const fn admits(self, sent: Self) -> bool {
+    #[must_use]
+    pub const fn admits(self, sent: Self) -> bool {
         sent.slices < self.slices && sent.bytes < self.bytes
     }
 
-    pub(super) fn raise_to(&mut self, other: Self) {
+    /// Takes news of it: what is more than was known.
+    pub fn raise_to(&mut self, other: Self) {
         self.bytes = self.bytes.max(other.bytes);
         self.slices = self.slices.max(other.slices);
     }

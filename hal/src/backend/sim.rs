@@ -6,7 +6,8 @@
 //!
 //! Protocol: a move travels in pieces of at most [`PIECE_LEN`], each answered; the arrival follows when all are applied; a
 //! cancel makes the owner discard pieces that come after it, and the batch ends when everything sent is answered. Pieces may
-//! overtake each other.
+//! overtake each other. Each answer says how many pieces, and bytes of them, the owner takes of that link in all: there is no
+//! message of credit that could be lost alone, and one that comes late changes nothing.
 #![allow(unsafe_code)]
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -14,6 +15,7 @@ use std::sync::Arc;
 
 use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken};
 use millpond_core::time::{Duration, Instant};
+use millpond_core::transfer::{Credit, Grant, Takings};
 
 use self::net::{End, Frame, Reply};
 use super::tally::Tally;
@@ -57,9 +59,16 @@ const CANCELLED_MAX: usize = 4096;
 ///     fabrics.push(fabric);
 /// }
 /// ```
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Sim {
     links: BTreeMap<LinkId, Link>,
+    takings: Takings,
+}
+
+impl Default for Sim {
+    fn default() -> Self {
+        Self::taking(Takings::UNLIMITED)
+    }
 }
 
 #[derive(Debug)]
@@ -75,6 +84,13 @@ struct Link {
     closing: Option<LinkDownReason>,
     /// Ends that are reported a second time, and when.
     doubled: Vec<(Instant, TicketId)>,
+    /// What the peer takes in all, and what it was sent.
+    credit: Credit,
+    asked: Credit,
+    /// The peer's account.
+    grant: Grant,
+    /// What the peer may have open.
+    share: Credit,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -116,10 +132,22 @@ enum ArrivalState {
 }
 
 impl Sim {
-    /// A backend without links.
+    /// A backend without links, which takes whatever comes.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// One that takes so much of all links together. A link begins with the least that is promised to each; both ends of a
+    /// pair have to be made with the same.
+    #[must_use]
+    pub fn taking(takings: Takings) -> Self {
+        Self { links: BTreeMap::new(), takings }
+    }
+
+    fn divide(&mut self) {
+        let share = self.takings.share(u32::try_from(self.links.len()).unwrap_or(u32::MAX));
+        self.links.values_mut().for_each(|link| link.share = share);
     }
 }
 
@@ -208,7 +236,12 @@ impl Link {
         let mut worked = false;
         for ticket in &self.order {
             let Some(flight) = self.batches.get_mut(ticket) else { continue };
-            while !flight.cancelled && !flight.all_sent() && self.outstanding < WINDOW && *budget > 0 {
+            while !flight.cancelled
+                && !flight.all_sent()
+                && self.outstanding < WINDOW
+                && self.credit.admits(self.asked)
+                && *budget > 0
+            {
                 let posted = flight.post.moves[flight.next_move];
                 let len = (posted.remote.len - flight.next_offset).min(PIECE_LEN);
                 prove(&mut self.attached, posted.remote.region, &mut self.end, now);
@@ -225,6 +258,7 @@ impl Link {
                 self.end.send(now, frame);
                 worked = true;
                 *budget = budget.saturating_sub(len.max(1));
+                (self.asked.bytes, self.asked.slices) = (self.asked.bytes + len, self.asked.slices + 1);
                 flight.progress[index].sent += 1;
                 flight.outstanding += 1;
                 self.outstanding += 1;
@@ -262,7 +296,10 @@ impl Link {
             worked = true;
             *budget = budget.saturating_sub(frame.cost());
             match frame {
-                Frame::Reply { ticket, reply } => self.on_reply(ticket, reply, inbound),
+                Frame::Reply { ticket, reply, credit } => {
+                    self.credit.raise_to(credit);
+                    self.on_reply(ticket, reply, inbound);
+                }
                 Frame::Goodbye => self.closing = Some(LinkDownReason::PeerClosed),
                 request => self.serve(id, now, request, inbound),
             }
@@ -270,7 +307,25 @@ impl Link {
         worked
     }
 
+    /// The peer asks for a piece, which is answered in the same turn: does it have the credit?
+    fn takes(&mut self, len: u64) -> bool {
+        let is_granted = self.grant.on_asked(len).is_ok();
+        if is_granted {
+            self.grant.on_answered(1, len);
+            // What is granted goes along with the answer, whether it is new or not.
+            let _ = self.grant.poll(self.share);
+        } else {
+            self.closing.get_or_insert(LinkDownReason::Violation("more pieces or bytes than it had credit for"));
+        }
+        is_granted
+    }
+
     fn serve(&mut self, id: LinkId, now: Instant, request: Frame, inbound: &mut dyn Inbound) {
+        if let Frame::Write { range, .. } | Frame::Read { range, .. } = &request
+            && !self.takes(range.len)
+        {
+            return;
+        }
         let (ticket, reply) = match request {
             // A refused proof shows when the region is named.
             Frame::Prove { region, capability } => {
@@ -315,7 +370,7 @@ impl Link {
             }
             Frame::Reply { .. } | Frame::Goodbye => return,
         };
-        self.end.send(now, Frame::Reply { ticket, reply });
+        self.end.send(now, Frame::Reply { ticket, reply, credit: self.grant.granted() });
     }
 
     fn on_reply(&mut self, ticket: TicketId, reply: Reply, inbound: &mut dyn Inbound) {
@@ -509,8 +564,13 @@ unsafe impl Transport for Sim {
             cancelled: HashSet::new(),
             closing: None,
             doubled: Vec::new(),
+            credit: self.takings.least,
+            asked: Credit { bytes: 0, slices: 0 },
+            grant: Grant::new(self.takings.least),
+            share: self.takings.least,
         };
         self.links.insert(link, fresh);
+        self.divide();
         Ok(())
     }
 
@@ -560,6 +620,7 @@ unsafe impl Completions for Sim {
             worked = true;
             if let Some(link) = self.links.remove(&id) {
                 link.bury(id, now, reason, inbound);
+                self.divide();
             }
         }
         if worked { Turn::Worked } else { Turn::Idle }

@@ -33,6 +33,7 @@ use std::sync::Arc;
 
 use millpond_core::batch::{Capability, MemoryKind, RegionId, RegionToken};
 use millpond_core::time::{Duration, Instant};
+use millpond_core::transfer::{Credit, Takings};
 use millpond_core::wire::frame::Proof;
 use rustix::event::epoll;
 
@@ -52,6 +53,8 @@ use crate::mapping::HeaderPage;
 pub const LANES_MAX: u32 = 4096;
 /// Batches that one lane holds, at most.
 pub const POSTS_MAX: u32 = 1024;
+/// Batches that wait in a lane for the peer's credit, at most; more are refused as long as there is none.
+pub const STARVED_POSTS_MAX: usize = 32;
 /// Moves of one batch, at most.
 pub const MOVES_MAX: u32 = 1 << 16;
 /// Up to so many lanes every socket is simply tried; above, the kernel is asked which are ready.
@@ -63,6 +66,9 @@ const SHARE_LEN_MIN: u64 = 128 << 10;
 const LIVELY_TURNS: u32 = 16;
 /// How many. Such turns are so much shorter that a byte is found about as soon.
 const QUIET_TURNS: u32 = 8;
+/// Up to four lanes have all that a lane may have; however many there are, one has room for four of the longest frames.
+const TAKINGS: Takings =
+    Takings { whole: Credit { bytes: 1 << 30, slices: 256 }, least: Credit { bytes: 64 << 20, slices: 4 } };
 /// Where refused bytes are drained to.
 const NOWHERE_LEN: usize = 64 << 10;
 
@@ -123,6 +129,10 @@ pub struct TcpOptions {
     pub checksum: Checksum,
     /// Congestion control towards peers on this host.
     pub local_peers: LocalPeers,
+    /// What all peers together may have asked for and not been answered, in bytes and frames, and each at least; divided
+    /// evenly among the lanes that are open. A lane begins with what the protocol says, 64 frames and 256 MiB, and never
+    /// has more; it comes down to its share as that is used up.
+    pub takings: Takings,
 }
 
 impl Default for TcpOptions {
@@ -134,6 +144,7 @@ impl Default for TcpOptions {
             first_answer: Duration::from_millis(400),
             checksum: Checksum::default(),
             local_peers: LocalPeers::default(),
+            takings: TAKINGS,
         }
     }
 }
@@ -185,6 +196,7 @@ impl TcpDevice {
                 vectors: Vectors::new(),
                 extents: Vec::new(),
                 nowhere: vec![0; NOWHERE_LEN].into_boxed_slice(),
+                share: lane::INITIAL,
             },
             attached: HashMap::new(),
             over: VecDeque::new(),
@@ -228,6 +240,7 @@ impl TcpDevice {
         self.next_check = self.next_check.min(lane.next_timer(&self.options));
         self.lanes[slot as usize] = Some(Box::new(lane));
         self.open.push(slot);
+        self.divide();
         if self.open.len() == TRIED_LANES_MAX + 1 {
             // From now on the kernel is asked: nothing that it was not asked about so far may be missed.
             for lane in self.lanes.iter_mut().flatten() {
@@ -235,6 +248,12 @@ impl TcpDevice {
             }
         }
         Ok(())
+    }
+
+    /// Each open lane has its share of what is taken.
+    fn divide(&mut self) {
+        let Credit { bytes, slices } = self.options.takings.share(u32::try_from(self.open.len()).unwrap_or(u32::MAX));
+        self.tools.share = Credit { bytes: bytes.min(lane::INITIAL.bytes), slices: slices.min(lane::INITIAL.slices) };
     }
 
     /// Marks lanes that the kernel says are ready.
@@ -326,6 +345,9 @@ impl TcpDevice {
             self.attached.retain(|(of, _), _| *of != link);
             inbound.event(Event::LinkDown { link, reason });
         }
+        if any {
+            self.divide();
+        }
         any
     }
 
@@ -414,7 +436,7 @@ unsafe impl Transport for TcpDevice {
         let Some(lane) = lanes.filter(|lane| lane.link == post.link && lane.ended.is_none()) else {
             return Err(NotPosted { post, reason: PostRefusal::LinkClosed });
         };
-        if lane.tickets.len() >= POSTS_MAX as usize {
+        if lane.tickets.len() >= POSTS_MAX as usize || lane.out.is_starved() {
             return Err(NotPosted { post, reason: PostRefusal::Full });
         }
         let (id, is_empty) = (post.ticket, post.moves.is_empty() && post.arrival.is_none());

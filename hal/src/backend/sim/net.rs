@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use millpond_core::batch::{Capability, RegionId};
 use millpond_core::time::{Duration, Instant};
+use millpond_core::transfer::Credit;
 use parking_lot::Mutex;
 
 use crate::contract::{Connection, OwnConnection, PostedArrival, Refusal, RemoteRange, TicketId};
@@ -68,13 +69,40 @@ impl Default for Faults {
 /// A piece of the protocol on its way.
 #[derive(Debug)]
 pub(super) enum Frame {
-    Prove { region: RegionId, capability: Capability },
-    Write { ticket: TicketId, index: usize, whole: RemoteRange, range: RemoteRange, data: Vec<u8> },
-    Read { ticket: TicketId, index: usize, whole: RemoteRange, range: RemoteRange, at: u64 },
-    Arrive { ticket: TicketId, arrival: PostedArrival },
-    Cancel { ticket: TicketId },
-    Forget { ticket: TicketId },
-    Reply { ticket: TicketId, reply: Reply },
+    Prove {
+        region: RegionId,
+        capability: Capability,
+    },
+    Write {
+        ticket: TicketId,
+        index: usize,
+        whole: RemoteRange,
+        range: RemoteRange,
+        data: Vec<u8>,
+    },
+    Read {
+        ticket: TicketId,
+        index: usize,
+        whole: RemoteRange,
+        range: RemoteRange,
+        at: u64,
+    },
+    Arrive {
+        ticket: TicketId,
+        arrival: PostedArrival,
+    },
+    Cancel {
+        ticket: TicketId,
+    },
+    Forget {
+        ticket: TicketId,
+    },
+    /// `credit`: what the owner takes of this link in all, for requests for pieces.
+    Reply {
+        ticket: TicketId,
+        reply: Reply,
+        credit: Credit,
+    },
     Goodbye,
 }
 
@@ -194,6 +222,12 @@ impl SimNet {
     #[must_use]
     pub fn sent(&self) -> u64 {
         self.0.lock().sent
+    }
+
+    /// Frames that are on their way.
+    #[must_use]
+    pub fn under_way(&self) -> usize {
+        self.0.lock().wires.iter().map(|wire| wire.frames.len()).sum()
     }
 
     /// Frames lost so far.

@@ -6,6 +6,7 @@ use crate::conformance::{Clock, PROGRESS_DEADLINE, Pair, run};
 use crate::contract::End;
 use crate::fabric::{Batch, Fabric, FabricOptions, LinkOptions, PostOptions};
 use millpond_core::batch::Extent;
+use std::collections::VecDeque;
 
 fn fabric(connection: Connection, secret: u8) -> (Fabric, LinkId) {
     let mut fabric = Fabric::new(FabricOptions::new([secret; 32])).unwrap();
@@ -168,4 +169,153 @@ fn a_stalled_link_that_resumes_in_time_loses_nothing() {
         there.poll(at(millis));
     }
     assert!(here.take(ticket).unwrap().is_done());
+}
+
+const SENDERS: usize = 16;
+/// Batches of each, and pieces of a batch.
+const BATCHES: usize = 12;
+const PIECES_EACH: u64 = 8;
+const TAKINGS: Takings =
+    Takings { whole: Credit { bytes: 4 << 20, slices: 64 }, least: Credit { bytes: 128 << 10, slices: 2 } };
+
+/// Sixteen fabrics that write into one.
+struct Crowd {
+    net: SimNet,
+    receiver: Fabric,
+    senders: Vec<Sender>,
+    now: Instant,
+}
+
+struct Sender {
+    fabric: Fabric,
+    link: LinkId,
+    remote: RegionId,
+    bytes: crate::region::RegionBytes,
+    under_way: VecDeque<crate::fabric::Ticket>,
+    posted: usize,
+    done: usize,
+    failed: usize,
+}
+
+/// What a crowd came to.
+struct Came {
+    /// Most frames that were under way at a time.
+    under_way_max: usize,
+    /// Batches of each sender when the first had all of its own behind it.
+    at_first_end: Vec<usize>,
+    done: Vec<usize>,
+    failed: Vec<usize>,
+}
+
+impl Crowd {
+    fn new(seed: u64, faults: Faults, takings: Takings) -> Self {
+        let net = SimNet::new(seed, Faults::default());
+        let mut receiver = Fabric::new(FabricOptions::new([99; 32])).unwrap();
+        let into = receiver.add_device(Box::new(Sim::taking(takings))).unwrap();
+        let len = PIECES_EACH * PIECE_LEN;
+        let senders = (1..=SENDERS).map(|number| {
+            let (one, two) = net.pair();
+            let mut fabric = Fabric::new(FabricOptions::new([number as u8; 32])).unwrap();
+            let sim = fabric.add_device(Box::new(Sim::taking(takings))).unwrap();
+            let options = LinkOptions::with_progress_deadline(PROGRESS_DEADLINE);
+            let link = fabric.open(Instant::ZERO, sim, one, options).unwrap();
+            receiver.open(Instant::ZERO, into, two, options).unwrap();
+            let target = receiver.allocate(len, Default::default()).unwrap().carve(0, len).unwrap();
+            let grant = receiver.grant_write(vec![target]).unwrap();
+            let remote = fabric.attach(grant.token()).unwrap();
+            std::mem::forget(grant); // it lasts as long as the test
+            let bytes = fabric.allocate(len, Default::default()).unwrap().carve(0, len).unwrap().freeze();
+            Sender { fabric, link, remote, bytes, under_way: VecDeque::new(), posted: 0, done: 0, failed: 0 }
+        });
+        let senders = senders.collect();
+        let mut crowd = Self { net, receiver, senders, now: Instant::ZERO };
+        // Once each, so that all is proven before what proves it may be overtaken.
+        crowd.until_done(1);
+        crowd.net.set_faults(faults);
+        crowd
+    }
+
+    /// Until each sender has so many batches behind it.
+    fn until_done(&mut self, batches: usize) {
+        while self.senders.iter().any(|sender| sender.done + sender.failed < batches) {
+            self.senders.iter_mut().for_each(|sender| sender.step(self.now, batches));
+            self.receiver.poll(self.now);
+            self.now = self.now + Duration::from_micros(20);
+        }
+    }
+
+    fn run(mut self) -> Came {
+        let (mut under_way_max, mut at_first_end) = (0, Vec::new());
+        for step in 0.. {
+            assert!(step < 400_000, "it never ends");
+            self.senders.iter_mut().for_each(|sender| sender.step(self.now, BATCHES));
+            // Once for all of them: it is the bottleneck.
+            self.receiver.poll(self.now);
+            under_way_max = under_way_max.max(self.net.under_way());
+            let is_over = |sender: &Sender| sender.done + sender.failed == BATCHES;
+            if at_first_end.is_empty() && self.senders.iter().any(is_over) {
+                at_first_end = self.senders.iter().map(|sender| sender.done).collect();
+            }
+            if self.senders.iter().all(is_over) {
+                break;
+            }
+            self.now = self.now + Duration::from_micros(20);
+        }
+        let (done, failed) = self.senders.iter().map(|sender| (sender.done, sender.failed)).unzip();
+        Came { under_way_max, at_first_end, done, failed }
+    }
+}
+
+impl Sender {
+    fn step(&mut self, now: Instant, batches: usize) {
+        while self.posted < batches && self.under_way.len() < 4 {
+            let mut batch = Batch::new();
+            batch.write(self.bytes.clone(), Extent::new(self.remote, 0, self.bytes.len() as u64));
+            self.posted += 1;
+            match self.fabric.post(now, self.link, batch, PostOptions::default()) {
+                Ok(ticket) => self.under_way.push_back(ticket),
+                Err(_) => self.failed += 1, // its link is over
+            }
+        }
+        self.fabric.poll(now);
+        for ticket in std::mem::take(&mut self.under_way) {
+            match self.fabric.take(ticket) {
+                Ok(completion) if completion.is_done() => self.done += 1,
+                Ok(_) => self.failed += 1,
+                Err(ticket) => self.under_way.push_back(ticket),
+            }
+        }
+    }
+}
+
+#[test]
+fn sixteen_senders_have_even_shares_of_what_one_receiver_takes_and_none_overruns_it() {
+    for seed in 0..8 {
+        let faults = Faults { delay_max: Duration::from_micros(400), order: Order::Free, ..Faults::default() };
+        let came = Crowd::new(seed, faults, TAKINGS).run();
+        assert_eq!((&came.done[..], &came.failed[..]), (&[BATCHES; SENDERS][..], &[0; SENDERS][..]), "seed {seed}");
+        // Each open piece is a request or an answer on its way; proofs come once.
+        let most = TAKINGS.whole.slices as usize + SENDERS;
+        assert!(came.under_way_max <= most, "seed {seed}: {} frames under way", came.under_way_max);
+        let least = came.at_first_end.iter().min().unwrap();
+        assert!(2 * least >= BATCHES, "seed {seed}: {:?}", came.at_first_end);
+        let unbound = Crowd::new(seed, faults, Takings::UNLIMITED).run();
+        assert!(unbound.under_way_max > 2 * most, "the bound is felt: {}", unbound.under_way_max);
+    }
+}
+
+#[test]
+fn news_of_credit_that_is_lost_ends_its_sender_by_the_deadline_at_most_and_costs_the_others_nothing() {
+    let mut hurt = 0;
+    for number in (1..3000).step_by(37) {
+        let crowd = Crowd::new(3, Faults::default(), TAKINGS);
+        crowd.net.lose(crowd.net.sent() + number);
+        let came = crowd.run();
+        let failed: Vec<usize> = came.failed.iter().copied().filter(|failed| *failed > 0).collect();
+        assert!(failed.len() <= 1, "frame {number}: {:?}", came.failed);
+        hurt += failed.len();
+        let whole = came.done.iter().filter(|done| **done == BATCHES).count();
+        assert!(whole >= SENDERS - 1, "frame {number}: {:?}", came.done);
+    }
+    assert!(hurt > 0, "some frames were pieces and answers");
 }

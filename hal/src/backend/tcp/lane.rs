@@ -5,6 +5,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use millpond_core::time::{Duration, Instant};
+use millpond_core::transfer::Credit;
 use millpond_core::wire::frame::{Frame, GoodbyeReason, HEADER_LEN, Proof};
 
 use super::proof::{Guarded, Refused};
@@ -15,10 +16,8 @@ use super::wire::Wire;
 use super::{LIVELY_TURNS, QUIET_TURNS, TcpOptions};
 use crate::contract::{Inbound, LinkDownReason, LinkId, Post, TicketId};
 
-/// Write and read frames that a peer may have outstanding on a lane.
-pub(super) const FRAMES_WINDOW: u64 = 64;
-/// Bytes of them.
-pub(super) const DATA_WINDOW_LEN: u64 = 256 << 20;
+/// What a lane begins with: write and read frames, and bytes of them. Part of the protocol.
+pub(super) const INITIAL: Credit = Credit { bytes: 256 << 20, slices: 64 };
 
 /// A lane.
 pub(super) struct Lane {
@@ -26,7 +25,7 @@ pub(super) struct Lane {
     wire: Wire,
     generation: u64,
     pub(super) out: Transmitter,
-    into: Receiver,
+    pub(super) into: Receiver,
     /// Batches posted and not finished.
     pub(super) tickets: Vec<TicketId>,
     pub(super) ended: Option<LinkDownReason>,
@@ -60,15 +59,14 @@ const IDLE_SPAN: Duration = Duration::from_millis(200);
 
 impl Lane {
     pub(super) fn new(now: Instant, mut wire: Wire, style: Style, read_ahead: &[u8]) -> Option<Self> {
-        let window = (FRAMES_WINDOW, DATA_WINDOW_LEN);
         socket::set_no_delay(wire.fd().as_fd());
         let has_more = !read_ahead.is_empty() || wire.has_unread();
         Some(Self {
             link: style.link,
             wire,
             generation: style.generation,
-            out: Transmitter::new(style, window.0, window.1),
-            into: Receiver::new(style, window, read_ahead)?,
+            out: Transmitter::new(style, INITIAL),
+            into: Receiver::new(style, INITIAL, read_ahead)?,
             tickets: Vec::new(),
             ended: None,
             is_blocked: false,
@@ -176,7 +174,7 @@ impl Lane {
 
     fn guarded_turn(&mut self, now: Instant, budget: u64, tools: &mut Tools, inbound: &mut dyn Inbound) -> bool {
         let received = self.into.turn(&mut self.wire, budget, tools, &mut self.out, inbound);
-        self.into.grant(&mut self.out);
+        self.into.grant(tools.share, &mut self.out);
         match (received, self.broken) {
             (Received::All, Some(reason)) => self.end(reason),
             (Received::All, None) => {}

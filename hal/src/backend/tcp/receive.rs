@@ -7,6 +7,7 @@
 
 use core::ptr::NonNull;
 
+use millpond_core::transfer::{Credit, Grant, Overrun};
 use millpond_core::wire::HEAD_LEN_MAX;
 use millpond_core::wire::frame::{
     AckCode, Arrival, Frame, GoodbyeReason, HEADER_LEN, Parsed, TRAILER_LEN, Tag, Trail, Trailer, WireExtent, parse,
@@ -81,11 +82,8 @@ pub(super) struct Receiver {
     end: usize,
     awaits: Await,
     frame: InFrame,
-    /// Write and read frames of the peer so far, and their bytes; what it was told it may send.
-    asked: (u64, u64),
-    granted: (u64, u64),
-    /// Frames and bytes that the peer may have outstanding.
-    window: (u64, u64),
+    /// Write and read frames of the peer, and what it was told it may send.
+    pub(super) grant: Grant,
     goodbye: Option<LinkDownReason>,
     /// Pieces of memory to list for one call: about as many as the socket was found to fill, since each is resolved anew.
     pieces_max: usize,
@@ -111,7 +109,7 @@ fn violation(text: &'static str) -> Fault {
 
 impl Receiver {
     /// `read_ahead` came with the hello. `None` if it is longer than a lane buffers.
-    pub(super) fn new(style: Style, window: (u64, u64), read_ahead: &[u8]) -> Option<Self> {
+    pub(super) fn new(style: Style, initial: Credit, read_ahead: &[u8]) -> Option<Self> {
         let mut staging = vec![0; STAGING_LEN].into_boxed_slice();
         staging.get_mut(..read_ahead.len())?.copy_from_slice(read_ahead);
         Some(Self {
@@ -131,9 +129,7 @@ impl Receiver {
                 failures: Vec::new(),
                 digest: crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi),
             },
-            asked: (0, 0),
-            granted: window,
-            window,
+            grant: Grant::new(initial),
             goodbye: None,
             pieces_max: PIECES_MIN,
             received_len: 0,
@@ -155,12 +151,12 @@ impl Receiver {
 
     /// Whether everything that the peer asked for was answered.
     pub(super) fn has_answered(&self, out: &Transmitter) -> bool {
-        self.asked.0 == out.answered.0
+        self.grant.asked() == self.grant.answered() + out.answered.0
     }
 
     /// Write and read frames of the peer, in all.
     pub(super) fn asked(&self) -> u64 {
-        self.asked.0
+        self.grant.asked()
     }
 
     /// Takes what the socket has, at most about `budget` bytes, and acts on it.
@@ -267,7 +263,7 @@ impl Receiver {
             Frame::Ping { nonce, .. } => out.answer(&Frame::Pong { generation, nonce }),
             Frame::Pong { .. } => {}
             Frame::Credit { data_len_total, frame_count_total, .. } => {
-                out.on_credit(data_len_total, frame_count_total);
+                out.on_credit(Credit { bytes: data_len_total, slices: frame_count_total });
                 self.progress += 1;
             }
             Frame::Goodbye { reason, .. } => {
@@ -288,22 +284,19 @@ impl Receiver {
 
     /// The peer asks for something: does it have the credit?
     fn on_asked(&mut self, data_len: u64) -> Result<(), Fault> {
-        // The bytes of the last frame may exceed the credit; it only must not be used up before.
-        if self.asked.0 >= self.granted.0 || self.asked.1 >= self.granted.1 {
-            return Err(violation("more frames or bytes than it had credit for"));
-        }
-        self.asked.0 += 1;
-        self.asked.1 += data_len;
-        Ok(())
+        self.grant.on_asked(data_len).map_err(|Overrun| violation("more frames or bytes than it had credit for"))
     }
 
-    /// Gives the peer new credit once half of the old is used up and answered.
-    pub(super) fn grant(&mut self, out: &mut Transmitter) {
-        let (frames, data_len) = (out.answered.0 + self.window.0, out.answered.1 + self.window.1);
-        if frames >= self.granted.0 + self.window.0 / 2 || data_len >= self.granted.1 + self.window.1 / 2 {
-            self.granted = (frames, data_len);
+    /// Gives the peer new credit, so that it may have its share open.
+    pub(super) fn grant(&mut self, share: Credit, out: &mut Transmitter) {
+        let (frames, data_len) = core::mem::take(&mut out.answered);
+        if frames == 0 {
+            return;
+        }
+        self.grant.on_answered(frames, data_len);
+        if let Some(Credit { bytes: data_len_total, slices: frame_count_total }) = self.grant.poll(share) {
             let generation = self.style.generation;
-            out.answer(&Frame::Credit { generation, data_len_total: data_len, frame_count_total: frames });
+            out.answer(&Frame::Credit { generation, data_len_total, frame_count_total });
         }
     }
 

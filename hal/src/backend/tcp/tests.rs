@@ -545,6 +545,78 @@ fn more_batches_than_credit_wait_their_turn() {
     assert!(left.owner.down.is_empty() && right.owner.down.is_empty());
 }
 
+/// Far more than the initial credit of each, so that the shares rule.
+#[test]
+fn sixteen_lanes_have_even_shares_of_what_a_device_takes_and_none_is_left_behind() {
+    const LANES: u32 = 16;
+    const BATCHES: usize = 400;
+    let takings =
+        Takings { whole: Credit { bytes: 8 << 20, slices: 64 }, least: Credit { bytes: 64 << 10, slices: 2 } };
+    let share = takings.share(LANES).slices;
+    let mut receiver = Node::new(1 << 20, TcpOptions { takings, ..TcpOptions::default() });
+    let mut senders: Vec<(Node, Vec<TicketId>, usize)> = (0..LANES)
+        .map(|slot| {
+            let (here, there) = tcp_pair();
+            receiver.open(LinkId::new(Handle { slot, epoch: 1 }), there, &[]);
+            let mut sender = Node::new(1 << 20, TcpOptions::default());
+            sender.open(LINK, here, &[]);
+            (sender, Vec::new(), 0)
+        })
+        .collect();
+    let mut at_first_end = Vec::new();
+    while senders.iter().any(|(_, _, done)| *done < BATCHES) {
+        for (sender, open, done) in &mut senders {
+            while open.len() < 20 && *done + open.len() < BATCHES {
+                let moves = vec![sender.posted(0, 0, 4096, Access::Write)];
+                open.push(sender.post(moves, None));
+            }
+            sender.poll();
+            let before = open.len();
+            open.retain(|ticket| {
+                sender.owner.finished.remove(ticket).is_none_or(|outcome| {
+                    assert_eq!(outcome, Outcome::DONE);
+                    false
+                })
+            });
+            *done += before - open.len();
+        }
+        receiver.poll();
+        let lanes = receiver.device.lanes.iter().flatten();
+        for grant in lanes.map(|lane| &lane.into.grant) {
+            let begun_with = lane::INITIAL.slices.saturating_sub(grant.answered());
+            assert!(grant.open_max().slices <= share.max(begun_with), "{grant:?}");
+        }
+        if at_first_end.is_empty() && senders.iter().any(|(_, _, done)| *done == BATCHES) {
+            at_first_end = senders.iter().map(|(_, _, done)| *done).collect();
+        }
+    }
+    assert!(at_first_end.iter().all(|done| 2 * done >= BATCHES), "{at_first_end:?}");
+    assert!(receiver.owner.down.is_empty());
+}
+
+/// What the scheduler would otherwise send another way, or cancel, does not pile up in the lane.
+#[test]
+fn what_waits_for_credit_in_a_lane_is_bounded_and_goes_on_when_there_is_some() {
+    let (mut left, mut right) = nodes(1 << 20, TcpOptions::default());
+    let mut taken = Vec::new();
+    let refused = loop {
+        let ticket = TicketId::new(Handle { slot: u32::try_from(taken.len()).unwrap(), epoch: 1 });
+        let moves = vec![left.posted(0, 0, 64, Access::Write)];
+        let post = Post { ticket, link: LINK, attempt: 0, moves, arrival: None, sync: None, after: None };
+        // SAFETY: the memory lives as long as the node, and the test does not touch it.
+        match unsafe { left.device.post(left.now, post) } {
+            Ok(()) => taken.push(ticket),
+            Err(refused) => break refused,
+        }
+    };
+    assert_eq!(refused.reason, PostRefusal::Full);
+    let (sent, waiting) = (usize::try_from(lane::INITIAL.slices).unwrap(), STARVED_POSTS_MAX);
+    assert!((sent + 1..=sent + waiting).contains(&taken.len()), "{} batches", taken.len());
+    for ticket in taken {
+        assert_eq!(finish(&mut left, &mut right, ticket), Outcome::DONE);
+    }
+}
+
 #[test]
 fn bytes_read_beyond_the_hello_are_not_lost() {
     let (a, b) = tcp_pair();

@@ -8,9 +8,11 @@
 use core::ptr::NonNull;
 use std::collections::VecDeque;
 
+use millpond_core::transfer::Credit;
 use millpond_core::wire::MOVES_MAX;
 use millpond_core::wire::frame::{AckCode, Arrival, Frame, Tag, Trail, Trailer, WireExtent};
 
+use super::STARVED_POSTS_MAX;
 use super::serve::{Failure, Jobs, Place, advanced, note_failure, refusal_code, rest_of};
 use super::socket::{self, Transfer, Vectors};
 use super::ticket::{SliceState, Tickets};
@@ -137,6 +139,8 @@ pub(super) struct Tools {
     pub(super) extents: Vec<WireExtent>,
     /// Where bytes go that nobody may have.
     pub(super) nowhere: Box<[u8]>,
+    /// What the peer of each lane may have open.
+    pub(super) share: Credit,
 }
 
 /// How a flush ended.
@@ -152,14 +156,6 @@ pub(super) enum Flushed {
     Broken(LinkDownReason),
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Credit {
-    frames_max: u64,
-    data_len_max: u64,
-    frames: u64,
-    data_len: u64,
-}
-
 /// The sending half of a lane.
 pub(super) struct Transmitter {
     style: Style,
@@ -170,20 +166,22 @@ pub(super) struct Transmitter {
     pub(super) jobs: Jobs,
     jobs_next: bool,
     data_ahead_len: u64,
+    /// What the peer takes of us in all, and what it was sent: frames are its slices.
     credit: Credit,
+    asked: Credit,
     /// No frame of a batch is begun.
     is_held: bool,
     answers_len: usize,
     /// Reads of the peer whose data was sent and whose ack is to be queued.
     closing: Vec<u64>,
-    /// Frames of the peer that were answered, in all, and their bytes.
+    /// Frames of the peer that were answered since its credit was last looked at, and their bytes.
     pub(super) answered: (u64, u64),
     /// Bytes of our own writes and reads handed to the socket, in all.
     pub(super) sent_len: u64,
 }
 
 impl Transmitter {
-    pub(super) fn new(style: Style, frames_max: u64, data_len_max: u64) -> Self {
+    pub(super) fn new(style: Style, credit: Credit) -> Self {
         Self {
             style,
             frames: VecDeque::new(),
@@ -192,7 +190,8 @@ impl Transmitter {
             jobs: Jobs::new(),
             jobs_next: false,
             data_ahead_len: 0,
-            credit: Credit { frames_max, data_len_max, frames: 0, data_len: 0 },
+            credit,
+            asked: Credit { bytes: 0, slices: 0 },
             is_held: false,
             answers_len: 0,
             closing: Vec::new(),
@@ -210,8 +209,12 @@ impl Transmitter {
     }
 
     fn has_credit(&self) -> bool {
-        let Credit { frames_max, data_len_max, frames, data_len } = self.credit;
-        frames < frames_max && data_len < data_len_max && !self.is_held
+        self.credit.admits(self.asked) && !self.is_held
+    }
+
+    /// Whether as many batches as may wait for credit.
+    pub(super) fn is_starved(&self) -> bool {
+        self.queued.len() >= STARVED_POSTS_MAX && !self.credit.admits(self.asked)
     }
 
     /// Begins no frame of a batch, or does again. Answers go out all the same.
@@ -236,9 +239,8 @@ impl Transmitter {
         }
     }
 
-    pub(super) fn on_credit(&mut self, data_len_max: u64, frames_max: u64) {
-        self.credit.frames_max = self.credit.frames_max.max(frames_max);
-        self.credit.data_len_max = self.credit.data_len_max.max(data_len_max);
+    pub(super) fn on_credit(&mut self, credit: Credit) {
+        self.credit.raise_to(credit);
     }
 
     /// Queues a frame without data, ahead of bulk that has not begun and behind answers queued before.
@@ -307,12 +309,12 @@ impl Transmitter {
     /// Takes back what was queued of a batch of ours and not begun.
     pub(super) fn drop_queued(&mut self, id: TicketId, tickets: &mut Tickets) {
         self.queued.retain(|queued| *queued != id);
-        let (spare, credit, data_ahead_len) = (&mut self.spare, &mut self.credit, &mut self.data_ahead_len);
+        let (spare, asked, data_ahead_len) = (&mut self.spare, &mut self.asked, &mut self.data_ahead_len);
         self.frames.retain_mut(|frame| match frame.body {
             Body::Slice { ticket, slice: index } if ticket == id && !frame.is_begun() => {
                 if let Some(ticket) = tickets.get(id) {
-                    credit.frames -= 1;
-                    credit.data_len -= ticket.slices[index as usize].len;
+                    asked.slices -= 1;
+                    asked.bytes -= ticket.slices[index as usize].len;
                     ticket.on_slice_dropped(index);
                 }
                 *data_ahead_len -= frame.data_len;
@@ -419,8 +421,8 @@ impl Transmitter {
             let mut queued = OutFrame::new(head, Body::Slice { ticket: id, slice: index }, frame.trail(), digest);
             queued.place = Place { index: 0, offset: ticket.slices[index as usize].first_offset };
             self.data_ahead_len += queued.data_len;
-            self.credit.frames += 1;
-            self.credit.data_len += len;
+            self.asked.slices += 1;
+            self.asked.bytes += len;
             self.frames.push_back(queued);
             return true;
         }
