@@ -59,6 +59,7 @@ pub use post::PostOptions;
 pub use shared::Waker;
 
 use crate::contract::{Connection, Device, LinkDownReason, LinkId, OpenError, TicketId};
+use crate::fork::ForkMark;
 use crate::mapping::{Backing, HeaderPage, MapError};
 use shared::{Dropped, Shared};
 use table::{LinkEntry, Tables, TicketState};
@@ -394,6 +395,7 @@ pub struct Fabric {
     reaped: Vec<Dropped>,
     options: FabricOptions,
     epoll: OwnedFd,
+    mark: ForkMark,
 }
 
 impl Fabric {
@@ -408,6 +410,10 @@ impl Fabric {
         let shared = Arc::new(Shared::new(event));
         epoll::add(&epoll, shared.event(), epoll::EventData::new_u64(u64::MAX), epoll::EventFlags::IN)
             .map_err(failed("epoll_ctl"))?;
+        let mark = ForkMark::new().map_err(|error| FabricError::System {
+            action: "marking its process",
+            code: error.raw_os_error().unwrap_or(0),
+        })?;
         let tables = Tables::new(options.limits, header);
         Ok(Self {
             devices: Vec::new(),
@@ -417,6 +423,7 @@ impl Fabric {
             reaped: Vec::new(),
             options,
             epoll,
+            mark,
         })
     }
 

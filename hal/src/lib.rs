@@ -5,7 +5,7 @@
 //!
 //! # Where `unsafe` lives
 //! Only in `contract` (the traits), `mapping`, `region`, `copy` (and `copy_x86`, `copy_libc`, `copy_plain`, one of which is
-//! compiled), `fabric::{memory, post, table}`, `bare::shm`, `conformance::{player, untouchable}`, and the files of `backend` that say
+//! compiled), `fork`, `fabric::{memory, post, table}`, `bare::shm`, `conformance::{player, untouchable}`, and the files of `backend` that say
 //! so in their first lines.
 #![deny(unsafe_code)]
 // Lengths and offsets of mapped memory fit a usize: what was mapped was mapped by this process.
@@ -22,6 +22,7 @@ pub mod copy;
 mod copy_arch;
 pub mod fabric;
 pub mod file;
+pub mod fork;
 pub mod mapping;
 pub mod probe;
 pub mod region;

@@ -293,6 +293,10 @@ impl Mapping {
             return Err(MapError::System { action: "mmap", len: len as u64, code: 12 });
         };
         let mapping = Self::of(base, len, rounded, Origin::Memfd(Arc::new(fd)));
+        // SAFETY: the range was mapped above, with this length; the advice changes nothing in this process. A forked child
+        // does not have the mapping, so it cannot write what peers read; an unmapping there finds nothing, which is no error.
+        unsafe { rustix::mm::madvise(base.as_ptr().cast(), rounded, rustix::mm::Advice::LinuxDontFork) }
+            .map_err(failed("keeping it from forked children"))?;
         if let Origin::Memfd(fd) = &mapping.origin {
             // After this nobody, peers and ourselves included, maps it writable again or changes its length.
             rustix::fs::fcntl_add_seals(fd, SEALS).map_err(failed("sealing"))?;

@@ -257,6 +257,9 @@ impl core::error::Error for NotStarted {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PostError {
+    /// This process is a forked child of the one that made the fabric.
+    #[error("this process was forked from the one whose fabric it is; make another fabric here")]
+    Forked,
     /// The link is gone.
     #[error("the link is closed or was never open; open another one")]
     LinkClosed,

@@ -60,6 +60,9 @@ impl Fabric {
         batch: Batch,
         options: PostOptions,
     ) -> Result<Ticket, NotStarted> {
+        if self.mark.is_in_child() {
+            return Err(NotStarted { batch, reason: PostError::Forked });
+        }
         self.reap();
         let mut moves = self.tables.move_pool.pop().unwrap_or_default();
         let checked = self.check(link, &batch, &mut moves);

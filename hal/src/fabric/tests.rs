@@ -362,3 +362,62 @@ fn capabilities_differ_by_grant_and_by_secret() {
     let different = |a: &RegionToken, b: &RegionToken| !a.capability.matches(&b.capability) && a.region != b.region;
     assert!(different(&tokens[0], &tokens[1]) && different(&tokens[1], &tokens[2]));
 }
+
+/// The end of a forked child that does `work` and says whether all was well; `None` if a signal ended it.
+fn forked(work: impl FnOnce() -> bool) -> Option<i32> {
+    // SAFETY:
+    // - the child has this thread alone: it takes no lock that another thread of the test runner could hold, but for the
+    //   allocator's, which the C library makes whole in a child, and leaves without running anything else.
+    // - `waitpid` writes to the one integer that it is given.
+    unsafe {
+        let child = libc::fork();
+        assert!(child >= 0, "no process could be forked");
+        if child == 0 {
+            libc::_exit(i32::from(!work()));
+        }
+        let mut status = 0;
+        assert_eq!(libc::waitpid(child, &mut status, 0), child);
+        libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status))
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "fork")]
+fn a_forked_child_is_told_so_and_neither_reads_nor_writes_what_is_the_parents() {
+    let mut fabric = Fabric::new(FabricOptions::new([3; 32])).unwrap();
+    let device = fabric.add_device(Box::new(crate::backend::host::Host::new())).unwrap();
+    let link = fabric.open(Instant::ZERO, device, Connection::Loopback, LinkOptions::default()).unwrap();
+    let region = fabric.allocate(3 * 4096, AllocateOptions::default()).unwrap();
+    let mut source = region.carve(0, 4096).unwrap();
+    source.fill(7);
+    let source = source.freeze();
+    let grant = fabric.grant_write(vec![region.carve(4096, 4096).unwrap()]).unwrap();
+    let remote = fabric.attach(grant.token()).unwrap();
+    let batch = || {
+        let mut batch = Batch::new();
+        batch.write(source.clone(), Extent::new(remote, 4096, 4096));
+        batch
+    };
+    let ticket = fabric.post(Instant::ZERO, link, batch(), PostOptions::default()).unwrap();
+    let refused = forked(|| {
+        let refused = fabric.post(Instant::ZERO, link, batch(), PostOptions::default());
+        let is_told = refused.is_err_and(|refused| refused.reason == PostError::Forked);
+        let is_idle = fabric.poll(Instant::ZERO) == Turn::Idle && !fabric.is_finished(&ticket);
+        is_told && is_idle && matches!(fabric.arm(Instant::ZERO), FabricWake::Within(None))
+    });
+    assert_eq!(refused, Some(0));
+    // A child that takes addresses along does not have the memory.
+    let mut buffer = region.carve(8192, 4096).unwrap();
+    let written = forked(|| {
+        buffer.fill(1);
+        true
+    });
+    assert_eq!(written, None, "a signal ends it");
+    assert!(buffer.iter().all(|&byte| byte == 0));
+    // The parent goes on as if there had been no child.
+    while !fabric.is_finished(&ticket) {
+        fabric.poll(Instant::ZERO);
+    }
+    assert!(fabric.take(ticket).unwrap().is_done());
+    assert!(fabric.close(grant)[0].iter().all(|&byte| byte == 7));
+}

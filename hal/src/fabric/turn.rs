@@ -11,6 +11,9 @@ impl Fabric {
     /// One turn of every device: serves peers, moves at most [`TURN_BYTES_MAX`] bytes each by CPU, ends what is overdue.
     /// `Worked` means: poll again before waiting.
     pub fn poll(&mut self, now: Instant) -> Turn {
+        if self.mark.is_in_child() {
+            return Turn::Idle;
+        }
         self.tables.now = now;
         self.reap();
         let mut turn = Turn::Idle;
@@ -32,6 +35,9 @@ impl Fabric {
 
     /// When to poll next. Nothing that happened before this call is missed.
     pub fn arm(&mut self, now: Instant) -> FabricWake {
+        if self.mark.is_in_child() {
+            return FabricWake::Within(None);
+        }
         if self.shared.is_pending() || !self.tables.events.is_empty() || now >= self.tables.check_at {
             return FabricWake::Now;
         }
@@ -130,8 +136,13 @@ impl Fabric {
 }
 
 impl Drop for Fabric {
-    /// Closes every link and gives each device one turn; what is not quiet then is leaked, never freed.
+    /// Closes every link and gives each device one turn; what is not quiet then is leaked, never freed. In a forked child
+    /// everything is: links and memory are the parent's.
     fn drop(&mut self) {
+        if self.mark.is_in_child() {
+            core::mem::forget(core::mem::take(&mut self.devices));
+            return self.tables.leak_in_flight();
+        }
         let links: Vec<LinkId> = self.tables.links.iter().map(|(id, _)| LinkId::new(id)).collect();
         for link in links {
             self.close_link(link);
