@@ -377,6 +377,8 @@ pub struct Proven {
     pub memory: RegionId,
     /// What peers may do with it.
     pub rights: Rights,
+    /// The bytes of `memory` that it admits, `start..end`, if they are in one piece.
+    pub range: Option<(u64, u64)>,
 }
 
 /// What a one-sided device may give a peer keys to.
@@ -673,6 +675,15 @@ pub unsafe trait Transport {
     ///   reads, for [`Access::Read`] moves for writes, with nobody else touching it (raw regions: see the module).
     #[allow(clippy::result_large_err)] // the batch comes back by design, once per refused post
     unsafe fn post(&mut self, now: Instant, post: Post) -> Result<(), NotPosted>;
+
+    /// Makes one read now, on this thread, if nothing of it concerns anybody else. True: the right bytes are here. False: it
+    /// has to be posted, for whatever reason; the local range may have been written to.
+    ///
+    /// # Safety
+    /// - As for `post`, until this returns.
+    unsafe fn read_at_once(&mut self, _link: LinkId, _posted: &PostedMove) -> bool {
+        false
+    }
 
     /// Asks a batch to end early. `Finished` follows, also if the peer must be asked first. Unknown tickets are ignored.
     fn cancel(&mut self, now: Instant, ticket: TicketId);

@@ -2,7 +2,8 @@
 //!
 //! Each region is a sealed memfd that peers map read-only when they first need it. A **write** is a request in a ring; the
 //! owner of the target copies, out of the initiator's region. A **read** is a request too; once the owner allowed it the
-//! initiator copies, out of the owner's region, and then looks whether the grant still held. So there is one copy each way,
+//! initiator copies, out of the owner's region, and then looks whether the grant still held. What lies in a grant that was
+//! read from before is not asked for again, so the owner need not run for it. So there is one copy each way,
 //! an owner that revoked a grant cannot be written to, and memory need never be retired because a stopped peer might still
 //! write it. Rings are memfds as well; an end that sleeps is woken through a unix socket, which also hands over descriptors
 //! and tells when a process died.
@@ -21,7 +22,7 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -32,7 +33,7 @@ use rustix::event::epoll;
 use self::link::{Asleep, Link, bits_of};
 use crate::contract::{
     Access, Completions, Connection, Device, DeviceLimits, Inbound, LinkDownReason, LinkId, Memory, NotPosted,
-    OpenError, Post, PostRefusal, RegionMemory, RegisterError, TicketId, Transport, Turn, Wake,
+    OpenError, Post, PostRefusal, PostedMove, RegionMemory, RegisterError, TicketId, Transport, Turn, Wake,
 };
 use crate::mapping::HeaderPage;
 use crate::sync::full_fence;
@@ -47,6 +48,8 @@ pub const MOVES_MAX: u32 = 1 << 16;
 pub const REGIONS_MAX: usize = 1024;
 /// So many turns without work go by before the sockets are looked at unasked.
 const IDLE_TURNS_MAX: u32 = 64;
+/// So long they are not looked at while there is work: reads can go on without their owner, also without a living one.
+const UNSEEN_SPAN_MAX: Duration = Duration::from_millis(1);
 
 /// A local region, as far as peers may see it.
 #[derive(Clone, Debug)]
@@ -57,7 +60,7 @@ struct LocalRegion {
 }
 
 /// Local regions by their bits.
-type Regions = HashMap<u64, LocalRegion>;
+type Regions = BTreeMap<u64, LocalRegion>;
 
 /// How a [`ShmDevice`] behaves.
 ///
@@ -90,6 +93,7 @@ pub struct ShmDevice {
     epoll: OwnedFd,
     armed: bool,
     idle_turns: u32,
+    looked_at: Instant,
 }
 
 impl ShmDevice {
@@ -106,12 +110,13 @@ impl ShmDevice {
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             armed: false,
             idle_turns: 0,
+            looked_at: Instant::ZERO,
         })
     }
 
     /// Reads the sockets: after a sleep, and every so often while nothing happens.
-    fn look_at_sockets(&mut self) -> bool {
-        self.idle_turns = 0;
+    fn look_at_sockets(&mut self, now: Instant) -> bool {
+        (self.idle_turns, self.looked_at) = (0, now);
         let mut worked = false;
         for link in self.links.values_mut() {
             worked |= link.shared.receive();
@@ -138,7 +143,7 @@ fn is_host(kind: MemoryKind) -> bool {
 
 #[allow(unsafe_code)]
 // SAFETY:
-// - local memory is touched in `ask::copy_piece` only, for posted reads before `Finished`; peers' requests in `serve::write`
+// - local memory is touched in `ask::copy_range` only, for posted reads before `Finished`; peers' requests in `serve::write`
 //   only, through `resolve` in the same poll. `release` and `detach` drop what names them.
 unsafe impl Memory for ShmDevice {
     fn moves(&self, local: MemoryKind, remote: MemoryKind) -> bool {
@@ -231,10 +236,15 @@ unsafe impl Transport for ShmDevice {
         if link.asking.is_idle() {
             link.shared.last_progress = now;
         }
-        link.asking.push(post);
+        link.asking.push(post, &link.shared);
         link.asking.publish(&mut link.shared, &self.regions);
         link.shared.ring();
         Ok(())
+    }
+
+    unsafe fn read_at_once(&mut self, link: LinkId, posted: &PostedMove) -> bool {
+        let link = self.links.get(&link).filter(|link| link.shared.down.is_none());
+        link.is_some_and(|link| link.asking.read_at_once(&link.shared, posted))
     }
 
     fn cancel(&mut self, _now: Instant, ticket: TicketId) {
@@ -258,9 +268,9 @@ unsafe impl Completions for ShmDevice {
             for link in self.links.values_mut() {
                 link.set_asleep(Asleep::No);
             }
-            worked |= self.look_at_sockets();
-        } else if self.idle_turns >= IDLE_TURNS_MAX {
-            worked |= self.look_at_sockets();
+            worked |= self.look_at_sockets(now);
+        } else if self.idle_turns >= IDLE_TURNS_MAX || now.since(self.looked_at) >= UNSEEN_SPAN_MAX {
+            worked |= self.look_at_sockets(now);
         }
         let mut left = budget_bytes;
         for link in self.links.values_mut() {

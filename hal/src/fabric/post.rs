@@ -111,6 +111,23 @@ impl Fabric {
         Ok(Ticket::new(ticket, Arc::clone(&self.shared)))
     }
 
+    /// Makes one read at once, on this thread, if its link can do that without its peer. False: it has to be posted, for
+    /// whatever reason, a wrong request included; what it was to fill may have been written to.
+    pub fn read_at_once(&mut self, link: LinkId, request: &Request) -> bool {
+        let entry = self.tables.links.get(link.handle()).filter(|entry| !entry.closing);
+        let Some(device) = entry.map(|entry| entry.device).filter(|_| !self.mark.is_in_child()) else { return false };
+        let Ok(posted) = self.check_request(link, device, 0, request) else { return false };
+        // SAFETY:
+        // - valid: the range was checked against its mapping in `check_request`, and the request keeps that meanwhile.
+        // - nobody else touches it: the request holds the exclusive lease, or the region is raw.
+        let is_done = unsafe { self.devices[device].read_at_once(link, &posted) };
+        if is_done {
+            self.tables.stats.moves_posted += 1;
+            self.tables.stats.bytes_posted += posted.remote.len;
+        }
+        is_done
+    }
+
     fn posted(&mut self, now: Instant, link: LinkId, ticket: TicketId, deadline: Instant) {
         let tables = &mut self.tables;
         let batch =

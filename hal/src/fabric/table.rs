@@ -326,7 +326,8 @@ unsafe impl Inbound for Tables {
         if !exposure.capability.matches(&capability) {
             return self.refused(Refusal::WrongCapability);
         }
-        let proven = Proven { memory: exposure.memory, rights: exposure.rights };
+        let range = <[(u64, u64); 1]>::try_from(exposure.ranges.as_slice()).ok().map(|[only]| only);
+        let proven = Proven { memory: exposure.memory, rights: exposure.rights, range };
         let slot = region.slot as usize;
         let Some(link) = self.links.get_mut(link.handle()) else { return self.refused(Refusal::NotProven) };
         if link.proven.len() <= slot {

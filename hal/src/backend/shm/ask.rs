@@ -1,11 +1,13 @@
 //! The asking side: publishes what our batches want, takes the answers, and copies what was read.
 //!
 //! A read is answered with the region to copy from; we copy, and then look at the owner's header page: only if the grant
-//! still held after the last byte are the bytes right. Invariant: a batch is finished once the peer answered its end and its
-//! reads are copied, or once the link is over; the peer answers in the order of our requests.
+//! still held after the last byte are the bytes right. The same holds of every later read, so once the owner has said which
+//! bytes a proven grant admits, a batch of such reads is not asked for: we copy and look, and the owner need not run.
+//! Invariant: a batch is finished once its reads are copied and the peer answered its end, if that was asked for, or once the
+//! link is over; batches end in the order in which they were posted.
 #![allow(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use millpond_core::batch::{Capability, RegionToken};
 
@@ -85,8 +87,9 @@ fn capability_of([low, high]: [u64; 2]) -> Capability {
 
 /// An answer in our ring.
 pub(super) enum Reply {
-    /// The proof was heard; reads of `region` copy from `memory` (0: they cannot).
-    Proved { region: u64, memory: u64 },
+    /// The proof was heard; reads of `region` copy from `memory` (0: they cannot), those within `range` of it, a start and an
+    /// end, without asking.
+    Proved { region: u64, memory: u64, range: (u64, u64) },
     /// A move was refused.
     Refused { ticket: u64, index: u64, code: u64 },
     /// The batch is over: so many moves were handled, the next was begun if `partial` is 1, the arrival was refused if
@@ -97,7 +100,7 @@ pub(super) enum Reply {
 impl Reply {
     pub(super) fn to_entry(&self) -> Entry {
         match *self {
-            Self::Proved { region, memory } => [1, region, memory, 0, 0, 0, 0, 0],
+            Self::Proved { region, memory, range: (start, end) } => [1, region, memory, start, end, 0, 0, 0],
             Self::Refused { ticket, index, code } => [2, ticket, index, code, 0, 0, 0, 0],
             Self::Done { ticket, handled, partial, code } => [3, ticket, handled, partial, code, 0, 0, 0],
         }
@@ -106,7 +109,7 @@ impl Reply {
     fn from_entry(entry: &Entry) -> Option<Self> {
         let [kind, first, second, third, fourth, ..] = *entry;
         Some(match kind {
-            1 => Self::Proved { region: first, memory: second },
+            1 => Self::Proved { region: first, memory: second, range: (third, fourth) },
             2 => Self::Refused { ticket: first, index: second, code: third },
             3 => Self::Done { ticket: first, handled: second, partial: third, code: fourth },
             _ => return None,
@@ -148,13 +151,22 @@ struct Attached {
     epoch_word: u32,
     proof_published: bool,
     memory: u64,
+    /// What may be read of it without asking, `start..end`.
+    range: (u64, u64),
+}
+
+impl Attached {
+    fn admits(&self, range: &RemoteRange) -> bool {
+        let end = range.offset.checked_add(range.len);
+        self.memory != 0 && range.len > 0 && range.offset >= self.range.0 && end.is_some_and(|end| end <= self.range.1)
+    }
 }
 
 /// State of the asking side.
 #[derive(Debug, Default)]
 pub(super) struct Asking {
     batches: VecDeque<Asked>,
-    attached: HashMap<u64, Attached>,
+    attached: BTreeMap<u64, Attached>,
     consumed: u64,
     applied_seen: u64,
 }
@@ -172,8 +184,13 @@ impl Asking {
 
     /// A region or grant that batches may name.
     pub(super) fn attach(&mut self, token: &RegionToken) {
-        let attached =
-            Attached { capability: token.capability, epoch_word: token.epoch_word, proof_published: false, memory: 0 };
+        let attached = Attached {
+            capability: token.capability,
+            epoch_word: token.epoch_word,
+            proof_published: false,
+            memory: 0,
+            range: (0, 0),
+        };
         let known = self.attached.entry(bits_of(token.region)).or_insert(attached);
         if !known.capability.matches(&token.capability) {
             // Another token for the same region is proven too; what the owner has accepted before stays accepted.
@@ -186,14 +203,36 @@ impl Asking {
         self.attached.remove(&bits);
     }
 
+    /// Whether nothing that a batch does concerns the owner of what it names, and none before it waits for an answer.
+    fn is_ours_alone(&self, post: &Post, shared: &Shared) -> bool {
+        let admits = |posted: &PostedMove| {
+            let attached = self.attached.get(&bits_of(posted.remote.region));
+            let known = attached.filter(|attached| attached.admits(&posted.remote));
+            posted.access == Access::Read && known.is_some_and(|known| shared.maps.contains_key(&known.memory))
+        };
+        let is_first = self.batches.back().is_none_or(|last| last.answer.is_some());
+        is_first && post.arrival.is_none() && post.moves.iter().all(admits)
+    }
+
+    /// Makes a read now, if it concerns nobody else. False: it did not come to right bytes, for whatever reason.
+    pub(super) fn read_at_once(&self, shared: &Shared, posted: &PostedMove) -> bool {
+        let attached = self.attached.get(&bits_of(posted.remote.region));
+        let Some(attached) = attached.filter(|attached| attached.admits(&posted.remote)) else { return false };
+        let is_small = posted.access == Access::Read && posted.remote.len <= TURN_CHUNK_LEN;
+        is_small && !shared.peer_closed() && copy_range(posted, (0, posted.remote.len), attached, shared).is_ok()
+    }
+
     /// Takes a batch.
-    pub(super) fn push(&mut self, post: Post) {
+    pub(super) fn push(&mut self, post: Post, shared: &Shared) {
+        let count = post.moves.len();
+        let is_ours = count > 0 && self.is_ours_alone(&post, shared);
+        let answer = Answer { handled: count, partial: false, arrival_refused: None };
         self.batches.push_back(Asked {
             post,
-            published: 0,
-            end_published: false,
+            published: if is_ours { count } else { 0 },
+            end_published: is_ours,
             reported: Vec::new(),
-            answer: None,
+            answer: is_ours.then_some(answer),
             copied: 0,
             copied_len: 0,
             cancelled: false,
@@ -327,7 +366,7 @@ impl Asking {
     }
 }
 
-fn prove(attached: &mut HashMap<u64, Attached>, shared: &mut Shared, region: u64) {
+fn prove(attached: &mut BTreeMap<u64, Attached>, shared: &mut Shared, region: u64) {
     if let Some(attached) = attached.get_mut(&region).filter(|attached| !attached.proof_published) {
         attached.proof_published = true;
         let capability = attached.capability;
@@ -337,16 +376,16 @@ fn prove(attached: &mut HashMap<u64, Attached>, shared: &mut Shared, region: u64
 
 fn on_reply(
     batches: &mut VecDeque<Asked>,
-    attached: &mut HashMap<u64, Attached>,
+    attached: &mut BTreeMap<u64, Attached>,
     reply: Reply,
     inbound: &mut dyn Inbound,
 ) {
     // Answers about batches that we do not know (any more) are nothing to us.
     match reply {
-        Reply::Proved { region, memory } => {
+        Reply::Proved { region, memory, range } => {
             // A later proof that is refused takes nothing back.
             if let Some(attached) = attached.get_mut(&region).filter(|_| memory != 0) {
-                attached.memory = memory;
+                (attached.memory, attached.range) = (memory, range);
             }
         }
         Reply::Refused { ticket, index, code } => {
@@ -374,7 +413,7 @@ fn on_reply(
 fn copy_reads(
     batch: &mut Asked,
     answer: Answer,
-    attached: &HashMap<u64, Attached>,
+    attached: &BTreeMap<u64, Attached>,
     shared: &mut Shared,
     left: &mut u64,
     inbound: &mut dyn Inbound,
@@ -411,36 +450,39 @@ fn copy_reads(
 fn copy_piece(
     batch: &mut Asked,
     posted: &PostedMove,
-    attached: &HashMap<u64, Attached>,
+    attached: &BTreeMap<u64, Attached>,
     shared: &mut Shared,
     left: &mut u64,
 ) -> Result<u64, Refusal> {
     let region = posted.remote.region;
     let attached = attached.get(&bits_of(region)).ok_or(Refusal::NotProven)?;
-    let memory = attached.memory;
-    if !shared.maps.contains_key(&memory) {
+    if !shared.maps.contains_key(&attached.memory) {
         shared.receive();
     }
     let piece = (posted.remote.len - batch.copied_len).min(TURN_CHUNK_LEN).min(*left);
-    let map = shared.maps.get(&memory).ok_or(Refusal::NotShareable)?;
-    let offset = posted.remote.offset.checked_add(batch.copied_len).ok_or(Refusal::OutOfBounds)?;
-    let from = map.pointer(offset, piece).ok_or(Refusal::OutOfBounds)?;
-    let (done, piece_len) = (usize::try_from(batch.copied_len).unwrap_or(0), usize::try_from(piece).unwrap_or(0));
-    // SAFETY:
-    // - `from`: the map has `piece` bytes there and lives in `shared.maps` through this call.
-    // - `local`: the fabric lends it for the whole move until `Finished` (contract), and `done + piece <= remote.len`.
-    // - they do not overlap: one is our read-only view of the peer's memory file, the other memory of ours.
-    // - the owner may write its side meanwhile, with means outside of Rust's memory model; the check below then refuses.
-    unsafe { copy(from, posted.local.as_ptr().add(done), piece_len) };
-    full_fence();
-    let slot = usize::try_from(attached.epoch_word).unwrap_or(usize::MAX);
-    let word = shared.peer.as_ref().map_or(0, |peer| peer.header.word(slot));
-    if word != u64::from(region.epoch) {
-        return Err(Refusal::Stale);
-    }
+    copy_range(posted, (batch.copied_len, piece), attached, shared)?;
     *left = left.saturating_sub(piece);
     batch.copied_len += piece;
     Ok(piece)
+}
+
+/// Copies `len` bytes of a read from `at` of it on, and then looks whether the grant still held.
+fn copy_range(posted: &PostedMove, (at, len): (u64, u64), attached: &Attached, shared: &Shared) -> Result<(), Refusal> {
+    let map = shared.maps.get(&attached.memory).ok_or(Refusal::NotShareable)?;
+    let offset = posted.remote.offset.checked_add(at).ok_or(Refusal::OutOfBounds)?;
+    let from = map.pointer(offset, len).ok_or(Refusal::OutOfBounds)?;
+    let (done, len) = (usize::try_from(at).unwrap_or(0), usize::try_from(len).unwrap_or(0));
+    // SAFETY:
+    // - `from`: the map has `len` bytes there and lives in `shared.maps` through this call.
+    // - `local`: the fabric lends it for the whole move, until `Finished` or for the length of `read_at_once` (contract), and
+    //   both callers stay within it: `at + len <= remote.len`.
+    // - they do not overlap: one is our read-only view of the peer's memory file, the other memory of ours.
+    // - the owner may write its side meanwhile, with means outside of Rust's memory model; the check below then refuses.
+    unsafe { copy(from, posted.local.as_ptr().add(done), len) };
+    full_fence();
+    let slot = usize::try_from(attached.epoch_word).unwrap_or(usize::MAX);
+    let word = shared.peer.as_ref().map_or(0, |peer| peer.header.word(slot));
+    if word == u64::from(posted.remote.region.epoch) { Ok(()) } else { Err(Refusal::Stale) }
 }
 
 /// Reports a batch that the peer answered and whose reads are copied.

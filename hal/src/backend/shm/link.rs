@@ -3,7 +3,7 @@
 //! The asking side lives in `ask`, the serving side in `serve`. Invariant: once `down` is set nothing is published or
 //! applied any more, and our half says that it is closed before any batch is reported as finished.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -46,9 +46,9 @@ pub(super) struct Shared {
     pub(super) own: OwnHalf,
     pub(super) peer: Option<Peer>,
     /// Regions of the peer, mapped.
-    pub(super) maps: HashMap<u64, PeerMap>,
+    pub(super) maps: BTreeMap<u64, PeerMap>,
     /// Regions of ours that the peer was shown.
-    shown: HashSet<u64>,
+    shown: BTreeSet<u64>,
     generation: u64,
     rung_sleep: u64,
     /// Whether something was published or consumed that the peer, asleep, should know.
@@ -198,8 +198,8 @@ impl Link {
             socket,
             own,
             peer: None,
-            maps: HashMap::new(),
-            shown: HashSet::new(),
+            maps: BTreeMap::new(),
+            shown: BTreeSet::new(),
             generation: lane.generation,
             rung_sleep: 0,
             news: false,

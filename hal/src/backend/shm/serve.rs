@@ -5,7 +5,7 @@
 //! whether the peer closed the link or cut the batch; if so, what was copied was perhaps no longer the peer's source.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use super::Regions;
 use super::ask::{Reply, Request};
@@ -41,7 +41,7 @@ pub(super) struct Serving {
     applied: u64,
     current: Current,
     pending_reply: Option<Entry>,
-    refused_proofs: HashMap<u64, Refusal>,
+    refused_proofs: BTreeMap<u64, Refusal>,
 }
 
 /// What became of one request.
@@ -147,7 +147,7 @@ impl Serving {
         inbound: &mut dyn Inbound,
     ) -> Step {
         let answer = inbound.prove(shared.id, region_of(region), capability);
-        let memory = match answer {
+        let (memory, range) = match answer {
             Ok(proven) => {
                 self.refused_proofs.remove(&region);
                 let memory = regions.get(&bits_of(proven.memory)).filter(|memory| memory.shared.is_some());
@@ -155,19 +155,19 @@ impl Serving {
                     Some(memory) if proven.rights.allows(Rights::REMOTE_READ) => {
                         // The record is sent before the reply is published: see `turn`.
                         shared.show(memory);
-                        memory.bits
+                        (memory.bits, proven.range.unwrap_or_default())
                     }
-                    _ => 0,
+                    _ => (0, (0, 0)),
                 }
             }
             Err(refusal) => {
                 if self.refused_proofs.len() < REFUSED_MAX {
                     self.refused_proofs.insert(region, refusal);
                 }
-                0
+                (0, (0, 0))
             }
         };
-        self.pending_reply = Some(Reply::Proved { region, memory }.to_entry());
+        self.pending_reply = Some(Reply::Proved { region, memory, range }.to_entry());
         Step::Next
     }
 

@@ -11,7 +11,7 @@ use super::{ShmDevice, ShmOptions};
 use crate::contract::{Connection, End, FarEnd, Lane, LaneSide, LinkDownReason, LinkId, Refusal};
 use crate::fabric::{
     AllocateOptions, Batch, Completion, DeviceId, Fabric, FabricEvent, FabricOptions, Grant, LinkOptions, PostOptions,
-    Ticket,
+    ReadGrant, Request, Ticket,
 };
 use crate::region::{RegionBuf, RegionBytes};
 
@@ -137,6 +137,86 @@ fn a_read_copies_what_was_granted_and_a_revoked_grant_is_stale() {
         (completion.outcome(0).end, completion.outcome(0).far_end),
         (End::Refused(Refusal::Stale), FarEnd::Untouched)
     );
+}
+
+fn read_of(a: &mut End1, grant: &ReadGrant, at: u64, len: u64) -> Batch {
+    let token = grant.token();
+    let remote = a.fabric.attach(token).unwrap();
+    let mut batch = Batch::new();
+    batch.read(Extent::new(remote, token.offset + at, len), a.empty(len as usize));
+    batch
+}
+
+/// Turns of `a` alone.
+fn finish_alone(a: &mut End1, mut ticket: Ticket) -> Result<Completion, Ticket> {
+    for _ in 0..1000 {
+        a.poll();
+        match a.fabric.take(ticket) {
+            Ok(completion) => return Ok(completion),
+            Err(again) => ticket = again,
+        }
+    }
+    Err(ticket)
+}
+
+#[test]
+fn what_was_read_from_before_is_read_without_its_owner_and_never_once_it_was_revoked() {
+    let (mut a, mut b) = pair();
+    let source = b.filled(3 << 20, 9);
+    let grant = b.fabric.grant_read(vec![source.clone()]).unwrap();
+    let batch = read_of(&mut a, &grant, 0, 64);
+    let ticket = a.post(batch);
+    assert!(finish(&mut a, &mut b, ticket).is_done());
+    // From here on the owner stands still.
+    let whole = read_of(&mut a, &grant, 0, 3 << 20);
+    let ticket = a.post(whole);
+    let completion = finish_alone(&mut a, ticket).expect("the owner is not asked");
+    assert!(completion.is_done());
+    let Some(Request::Read { target, .. }) = completion.into_batch().drain().next() else { panic!("it was a read") };
+    assert!(target[..] == source[..]);
+    let late = read_of(&mut a, &grant, 5, 100);
+    b.fabric.revoke(grant);
+    let ticket = a.post(late);
+    let completion = finish_alone(&mut a, ticket).expect("the owner is not asked");
+    assert_eq!(completion.outcome(0).end, End::Refused(Refusal::Stale));
+}
+
+#[test]
+fn what_lies_between_the_ranges_of_a_grant_is_asked_for_and_refused() {
+    let (mut a, mut b) = pair();
+    let region = b.fabric.allocate(3 * 4096, AllocateOptions::default()).unwrap();
+    let piece = |at: u64| region.carve(at * 4096, 4096).unwrap().freeze();
+    let grant = b.fabric.grant_read(vec![piece(0), piece(2)]).unwrap();
+    let batch = read_of(&mut a, &grant, 0, 4096);
+    let ticket = a.post(batch);
+    assert!(finish(&mut a, &mut b, ticket).is_done());
+    let between = read_of(&mut a, &grant, 4000, 200);
+    let ticket = a.post(between);
+    let ticket = finish_alone(&mut a, ticket).expect_err("only the owner knows the ranges");
+    assert_eq!(finish(&mut a, &mut b, ticket).outcome(0).end, End::Refused(Refusal::OutOfBounds));
+}
+
+#[test]
+fn an_owner_that_died_is_noticed_by_whoever_reads_on() {
+    let (mut a, mut b) = pair();
+    let source = b.filled(4096, 9);
+    let grant = b.fabric.grant_read(vec![source]).unwrap();
+    let batch = read_of(&mut a, &grant, 0, 64);
+    let ticket = a.post(batch);
+    assert!(finish(&mut a, &mut b, ticket).is_done());
+    let token = grant.token();
+    drop((grant, b));
+    let remote = a.fabric.attach(token).unwrap();
+    let started = WallInstant::now();
+    while std::iter::from_fn(|| a.fabric.next_event()).all(|event| !matches!(event, FabricEvent::LinkDown { .. })) {
+        assert!(started.elapsed().as_secs() < 10, "never noticed");
+        let mut batch = Batch::new();
+        batch.read(Extent::new(remote, token.offset, 64), a.empty(64));
+        let now = a.now();
+        let posted = a.fabric.post(now, a.link, batch, PostOptions::default());
+        a.poll();
+        drop(posted);
+    }
 }
 
 #[test]

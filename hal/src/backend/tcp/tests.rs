@@ -42,7 +42,11 @@ unsafe impl Inbound for Owner {
             return Err(Refusal::Stale);
         }
         self.proven = capability.matches(&CAPABILITY);
-        if self.proven { Ok(Proven { memory: REGION, rights: self.rights }) } else { Err(Refusal::WrongCapability) }
+        if self.proven {
+            Ok(Proven { memory: REGION, rights: self.rights, range: None })
+        } else {
+            Err(Refusal::WrongCapability)
+        }
     }
 
     fn resolve(&mut self, _: LinkId, range: RemoteRange, access: Access) -> Result<NonNull<u8>, Refusal> {
