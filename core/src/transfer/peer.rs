@@ -5,6 +5,7 @@
 
 use super::job::Job;
 use super::path::{Path, PathSpec, State, Wanted};
+use super::rate::scaled;
 use super::share::Shares;
 use super::window::{Limits, Load};
 use super::{
@@ -309,6 +310,7 @@ impl Peer {
         let newest = paths().map(|path| path.rate.measured_at()).max()?;
         let rate = paths().filter_map(|path| path.rate_beside(newest)).max().unwrap_or(RATE_ASSUMED);
         let mut best: Option<(PathId, Limits, u64)> = None;
+        let mut margin = 0;
         for id in bits(usable) {
             let path = self.paths[id.index()].as_ref()?;
             let limits = path.room(now, wanted).ok()?;
@@ -316,11 +318,14 @@ impl Peer {
                 Wanted::Cut { bytes } => bytes.min(limits.bytes),
                 Wanted::Whole(load) => load.bytes,
             };
-            let done_in = path.done_in(bytes, path.rate_beside(newest).unwrap_or(rate));
+            let rate = path.rate_beside(newest).unwrap_or(rate);
+            let done_in = path.done_in(bytes, rate);
             seen.verdicts[id.index()] = Verdict::Slower;
-            // Not for a little: a path that is warm stays in use.
-            if best.is_none_or(|(_, _, soonest)| done_in < soonest - soonest / 8) {
+            // Not for a little: a path that is warm stays in use. Little beside the slice, whatever is under way: a part of
+            // that would pile up on the first of the paths.
+            if best.is_none_or(|(_, _, soonest)| done_in < soonest - margin) {
                 best = Some((id, limits, done_in));
+                margin = scaled(bytes, 1_000_000_000, rate) / 8;
             }
         }
         best.map(|(id, limits, _)| (id, limits))

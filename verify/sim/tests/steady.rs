@@ -8,7 +8,8 @@ mod counting;
 use common::own::Own;
 use common::{LEN, Link, Target, link, options, say, warm, writes};
 use counting::{Counting, allocations_here};
-use millpond_node::engine::{Backing, Batch, Engine, Region, Rights, Via};
+use millpond_core::time::Duration;
+use millpond_node::engine::{Backing, Batch, Engine, Options, Region, Rights, Via};
 use parking_lot::{Mutex, MutexGuard};
 
 #[global_allocator]
@@ -29,18 +30,26 @@ struct Pair {
 fn pair() -> Pair {
     let alone = ALONE.lock();
     let runtime = Own::start().unwrap();
-    let here = Engine::start(runtime.clone(), options(1, 1)).unwrap();
+    let here = Engine::start(runtime.clone(), patient(1, 1)).unwrap();
     let source = here.allocate_raw(LEN, Backing::Memfd, Rights::NONE).unwrap();
     let mut pair = Pair { here, there: None, to: None, source, runtime, _alone: alone };
     pair.restart(1);
     pair
 }
 
+/// An engine for which time that this process was stopped for ends nothing: deadlines are others' subject.
+fn patient(node: u8, incarnation: u64) -> Options {
+    let mut options = options(node, incarnation);
+    options.progress_deadline = Duration::from_secs(600);
+    options.connect_deadline = Duration::from_secs(30);
+    options
+}
+
 impl Pair {
     /// The peer ends and is back, under the same name, as another.
     fn restart(&mut self, incarnation: u64) {
         (self.to, self.there) = (None, None);
-        let there = Target::start(&self.runtime, options(2, incarnation));
+        let there = Target::start(&self.runtime, patient(2, incarnation));
         let to = link(&self.here, there.address, &there.token);
         (self.there, self.to) = (Some(there), Some(to));
     }
@@ -56,7 +65,7 @@ impl Pair {
         let before = allocations_here();
         for _ in 0..count {
             let report = self.here.blocking().run(writes(batch, &self.source, self.to(), moves, 64)).unwrap();
-            assert!(report.is_done());
+            assert!(report.is_done(), "{report:?}");
             batch = report.into_batch();
         }
         allocations_here() - before
