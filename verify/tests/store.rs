@@ -5,6 +5,7 @@ use std::sync::Arc;
 use millpond_core::directory::{Explanation, Limits, Pin, Reason as Lost, Removal};
 use millpond_core::time::Duration;
 use millpond_core::wire::hello::{HostIdentity, Identity};
+use millpond_core::wire::message::directory::HoldingsRequest;
 use millpond_node::client::{
     ClientError, Got, MissReason, Options, Put, PutOptions, RemoveOptions, Source, StoreClient, Target,
 };
@@ -259,5 +260,44 @@ fn watchers_see_every_change_in_order() {
         let stamps: Vec<u64> = batch.events.iter().map(|event| event.at.n).collect();
         assert_eq!((stamps, batch.gap), (vec![start.n + 1, start.n + 2], false));
         assert_eq!(cluster.shard.totals().objects, 0);
+    });
+}
+
+#[test]
+fn a_watcher_that_fell_behind_the_ring_is_told_of_the_gap_and_asks_what_each_node_holds() {
+    let limits = Limits { events_max: 8, page_max: 5, ..Limits::default() };
+    with_cluster(small(), limits, |cluster| async move {
+        let link = Link::local(Arc::clone(&cluster.shard), cluster.runtime.clone());
+        let deadline = cluster.runtime.now() + Duration::from_secs(10);
+        let start = cluster.client.list(b"").next().await.unwrap().unwrap().position;
+        for key in 0..20 {
+            cluster.put(format!("kv/{key:02}").as_bytes(), b"1").await;
+        }
+        cluster.put(b"other", b"1").await;
+        let mut changes = cluster.client.watch(Some(start), deadline).await.unwrap();
+        let batch = changes.next().await.unwrap().unwrap();
+        assert!(batch.gap && batch.events.is_empty() && batch.next.n == start.n + 21, "{batch:?}");
+        let (mut keys, mut after) = (Vec::new(), None);
+        loop {
+            let request = HoldingsRequest { node: vec![7; 16], prefix: b"kv/".to_vec(), after, max: 1_000 };
+            let page = link.holdings(&request, deadline).await.unwrap();
+            assert!(page.keys.len() <= 5, "no longer than the directory's own limit");
+            keys.extend(page.keys);
+            after = page.next;
+            if after.is_none() {
+                break;
+            }
+        }
+        keys.sort();
+        assert_eq!(keys, (0..20).map(|key| format!("kv/{key:02}").into_bytes()).collect::<Vec<_>>());
+        let unknown =
+            link.holdings(&HoldingsRequest { node: vec![7; 3], ..HoldingsRequest::default() }, deadline).await;
+        assert_eq!(unknown.unwrap_err().reason(), Some(Reason::Malformed));
+        // It goes on where the gap ended, and hears within a second that there is nothing new.
+        cluster.put(b"kv/20", b"1").await;
+        let next = changes.next().await.unwrap().unwrap();
+        assert_eq!((next.gap, next.events.len()), (false, 1));
+        let quiet = changes.next().await.unwrap().unwrap();
+        assert!(!quiet.gap && quiet.events.is_empty() && quiet.next == next.next);
     });
 }

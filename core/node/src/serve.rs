@@ -22,7 +22,7 @@ use millpond_core::wire::session::Key;
 use crate::client::{self, StoreClient};
 use crate::config::{self, Config, NicChoice};
 use crate::decode::{self, Decode, RpcPrefills};
-use crate::directory::{ShardConfig, StartError};
+use crate::directory::{self, ShardConfig, StartError};
 use crate::engine::{self, AllocateError, Engine, Via};
 use crate::files::{FileService, Folder, FolderOptions};
 use crate::http::{self, Api, Handler, Pages};
@@ -30,7 +30,7 @@ use crate::kv::{Blocks, Pool, PoolError, StoreBlocks, Tenants};
 use crate::model::{LoadError, Model, Source};
 use crate::node::{self, Drained, Node, NodeError};
 use crate::prefill::{self, Prefill};
-use crate::router::{self, LineLimits, Router, RouterLimits, Scheduling};
+use crate::router::{self, LineLimits, Router, RouterLimits, Scheduling, StoreLink};
 use crate::rpc;
 use crate::runtime::{Runtime, Stop, blocking, within};
 use crate::session::{SessionError, Target};
@@ -289,6 +289,7 @@ impl<R: Runtime> Composer<'_, R> {
         let mut counts = Counts::new(node.metrics(), engine.clone());
         let mut is_joined: Option<Box<dyn Fn() -> bool + Send + Sync>> = None;
         let client = self.client(store.as_ref())?;
+        let followed = self.followed(store.as_ref())?;
         if let Some(store) = store {
             let (facts, joined) = (store.store().clone(), store.store().clone());
             counts = counts.with_store(move || facts.facts());
@@ -303,7 +304,7 @@ impl<R: Runtime> Composer<'_, R> {
         if let Some(files) = &config.files {
             services = services.merge(self.files(files).await?);
         }
-        let router = self.router()?;
+        let router = self.router(followed)?;
         node.open_with(services, engine).await?;
         let pages = self.pages(counts, is_joined, router.as_ref());
         let handler: Arc<dyn Handler> = match &router {
@@ -397,7 +398,18 @@ impl<R: Runtime> Composer<'_, R> {
         Ok((services, pools))
     }
 
-    fn router(&self) -> Result<Option<Router>, ServeError> {
+    /// How a router hears what the store has; nothing where there is no store.
+    fn followed(&self, store: Option<&StoreRole<R>>) -> Result<Option<StoreLink<R>>, ServeError> {
+        let Self { node, config, .. } = self;
+        let directory = match store {
+            Some(role) => role.link().clone(),
+            None if config.directory.is_empty() => return Ok(None),
+            None => directory::Link::remote(node.client(parse("directory.address", &config.directory)?)),
+        };
+        Ok(Some(StoreLink { directory, tenants: Tenants::of_key(&config.node.key) }))
+    }
+
+    fn router(&self, store: Option<StoreLink<R>>) -> Result<Option<Router>, ServeError> {
         let Self { node, config, .. } = self;
         let Some(router) = &config.router else { return Ok(None) };
         let card = Named::card(&config.model, Source::parse(&config.model.file).card()?);
@@ -415,7 +427,7 @@ impl<R: Runtime> Composer<'_, R> {
         (scheduling.slo, scheduling.decisions) = (router.slo, router.decisions.clone());
         // Nodes that were started together have names of their own, and so turns of their own.
         scheduling.first_turn = node.identity().incarnation;
-        let routes = Router::connect(node, card, &router.prefill, decodes, limits, &scheduling);
+        let routes = Router::connect(node, card, &router.prefill, decodes, store, limits, &scheduling);
         let routes = routes.map_err(|reason| ServeError::Routes { reason })?;
         let (watching, stopping) = (routes.clone(), node.stopping());
         node.runtime().spawn(async move {

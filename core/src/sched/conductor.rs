@@ -1,8 +1,8 @@
 //! The scheduler as one machine: a router tells it what happens, and gets decisions.
 //!
 //! It keeps what placement and admission have to know: a line per prefill instance as far as it was sent there, the blocks
-//! that each is believed to have ([`BlockCache`], [`Index`]), who is on each decode instance, how long answers last, how far
-//! predictions were off. It sends nothing and knows no addresses: instances are numbers. The same inputs in the same order
+//! that each is believed to have ([`BlockCache`], [`Index`]) unless the router follows a store and says what that has, who is
+//! on each decode instance, how long answers last, how far predictions were off. It sends nothing and knows no addresses: instances are numbers. The same inputs in the same order
 //! give the same decisions, so a log of its inputs replays exactly.
 //!
 //! Without prefill instances the decode instances compute prompts themselves: each is then also the prefill instance of the
@@ -22,10 +22,10 @@ use alloc::vec::Vec;
 
 use super::admission::{self, Admission, Ask, Outlook, Shares, Slo, Verdict};
 use super::block_cache::{BlockCache, Changes};
-use super::cost::{Band, Interval, Profile, Refined, Work};
+use super::cost::{Band, Decode, Interval, Profile, Refined, Work};
 use super::forecast::{Occupancy, Resident, State};
 use super::index::{Change, Event, Index, Limits, Matches};
-use super::placement::{self, DecodeView, Placed, PrefillView, Prompt, place_decode};
+use super::placement::{self, Candidate, DecodeView, Placed, PrefillView, Prompt, place_decode};
 use super::queue::{Line, Order, Waiting, nanos};
 use super::record::{Log, Record};
 use crate::hash::RouteHash;
@@ -73,6 +73,8 @@ pub struct Setup {
     pub cache_blocks: u32,
     /// Whose turn is first among those that cost the same: routers over the same instances begin with different ones.
     pub first_turn: u64,
+    /// The tenants' weights, each above 0; none: everybody is one tenant, whom nobody is favoured over.
+    pub tenants: Vec<f64>,
 }
 
 /// Whether measured times change the profile.
@@ -104,6 +106,7 @@ impl Setup {
             admission: admission::Options::default(),
             cache_blocks: profile.cache_blocks,
             first_turn: 0,
+            tenants: Vec::new(),
         }
     }
 }
@@ -121,10 +124,15 @@ pub struct Arrival {
     pub tokens: u32,
     /// The prompt's whole blocks.
     pub blocks: Vec<RouteHash>,
+    /// What a store that all instances load from has of them; `None`: there is none that is followed, and an instance is
+    /// believed to have what it was sent.
+    pub stored: Option<Stored>,
     /// Tokens of its answer, if somebody has an idea.
     pub hint: Option<u32>,
     /// Its deadlines, from now on.
     pub slo: Slo,
+    /// Whom it is for: an index of [`Setup::tenants`].
+    pub tenant: u32,
     /// Those of higher priority are served first, and longer.
     pub priority: u8,
     /// Whether it was admitted before and is placed again, because a node failed it: then it is not refused.
@@ -135,6 +143,24 @@ pub struct Arrival {
     pub decode_down: Vec<u32>,
     /// Steps that each decode instance has done, as far as is known.
     pub steps: Vec<u64>,
+}
+
+/// What a store has of a prompt, as far as its events were heard.
+///
+/// ```
+/// use millpond_core::sched::conductor::{Arrival, Conductor, Setup, Stored};
+/// use millpond_core::time::Instant;
+/// let mut conductor = Conductor::new(Setup::new(2, 2));
+/// let stored = Some(Stored { blocks: 10, version: 7 });
+/// let arrival = Arrival { id: 1, tokens: 6_000, stored, ..Arrival::default() };
+/// assert_eq!(conductor.on_arrival(Instant::ZERO, &arrival).placed.chosen.reused, 5_120);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Stored {
+    /// Leading blocks of the prompt that are there.
+    pub blocks: u32,
+    /// The last event that this rests on, for the record.
+    pub version: u64,
 }
 
 /// What is to be done with a request.
@@ -152,6 +178,8 @@ pub struct Decision {
     pub rank: u64,
     /// Whether it was promised a place.
     pub was_promised: bool,
+    /// Whether its tenant asks for no more than its fair share while not all can be served.
+    pub is_favoured: bool,
     /// Predicted seconds to the first token.
     pub ttft: Interval,
     /// Predicted seconds between tokens, when it joins.
@@ -276,7 +304,7 @@ impl Conductor {
             decode_down: alloc::vec![false; setup.decode],
             steps: alloc::vec![0; setup.decode],
             admission: Admission::new(setup.admission),
-            shares: Shares::default(),
+            shares: Shares::new(&setup.tenants),
             band: Band::new(COVERAGE),
             log: Log::new(0),
             record: Record::default(),
@@ -334,17 +362,19 @@ impl Conductor {
         self.note_states(arrival);
         let prompt = Prompt { tokens: arrival.tokens, turn: self.turn };
         self.turn = self.turn.wrapping_add(1);
-        self.record.begin(now, arrival.id, prompt, self.index.totals().version);
+        let version = arrival.stored.map_or(self.index.totals().version, |stored| stored.version);
+        self.record.begin(now, arrival.id, prompt, version);
         let rank = self.view_prefill(now, arrival);
         let placed = self.record.place(&self.setup.placement, &self.profile);
         let placed = placed.expect("some instance is always up: see note_states");
         let ttft = self.band.interval(placed.chosen.ttft.as_secs_f64());
         let was_promised = self.was_promised(now, arrival.name);
         let priority = arrival.priority.saturating_add(u8::from(was_promised));
-        let Arrival { id, tokens, hint, slo, .. } = *arrival;
-        let ask = Ask { id, tokens, hint, slo, tenant: 0, priority };
+        let Arrival { id, tokens, hint, slo, tenant, .. } = *arrival;
+        let ask = Ask { id, tokens, hint, slo, tenant, priority };
         let prefill = placed.chosen.prefill.as_secs_f64();
         let outlook = Outlook { ttft, prefill, occupancy: &self.occupancy, profile: &self.profile };
+        let is_favoured = self.shares.favours(tenant);
         let mut answer = self.admission.on_arrival(now, &ask, outlook, &self.shares);
         if self.setup.prefill == 0 {
             answer.decode = Some(placed.chosen.instance);
@@ -354,15 +384,28 @@ impl Conductor {
         self.log.push(&mut self.record);
         let verdict = if arrival.is_retry { Verdict::Admit } else { answer.verdict };
         let decode = answer.decode.unwrap_or_else(|| self.roomiest(tokens));
+        let (cost, is_new) = (self.cost(&ask, prefill), !arrival.is_retry);
+        if is_new {
+            self.shares.on_asked(now, tenant, cost);
+        }
         match verdict {
             Verdict::Admit => {
+                if is_new {
+                    self.shares.on_served(now, tenant, cost);
+                }
                 let resident = Resident { id, tokens, hint, join: answer.join, joined: None };
                 self.occupancy.reserve(decode, resident);
                 self.dispatch(now, arrival, &placed, rank, ttft, decode);
             }
             Verdict::Refuse { retry_after, .. } => self.promise(arrival.name, now + retry_after),
         }
-        Decision { verdict, placed, decode, rank, was_promised, ttft, tbt: answer.step.seconds }
+        Decision { verdict, placed, decode, rank, was_promised, is_favoured, ttft, tbt: answer.step.seconds }
+    }
+
+    /// Seconds of instances that a request takes: its prefill after hits, and what it adds to the steps of its answer.
+    fn cost(&self, ask: &Ask, prefill: f64) -> f64 {
+        let Decode { per_request, per_token, .. } = self.profile.decode;
+        prefill + (per_request + per_token * f64::from(ask.tokens)) * self.admission.survival().mean(ask.hint)
     }
 
     /// The decode instance whose step would be shortest, whether or not it has room.
@@ -399,15 +442,24 @@ impl Conductor {
     /// Puts what is known of each prefill instance into the record; the rank of the request in a line.
     fn view_prefill(&mut self, now: Instant, arrival: &Arrival) -> u64 {
         let profile = &self.profile;
-        self.index.matches(&arrival.blocks, &mut self.matches);
-        let best = self.matches.longest().min(arrival.tokens / profile.block_tokens);
+        if arrival.stored.is_none() {
+            self.index.matches(&arrival.blocks, &mut self.matches);
+        }
+        let best = arrival.stored.map_or_else(|| self.matches.longest(), |stored| stored.blocks);
+        let best = best.min(arrival.tokens / profile.block_tokens);
         let shortest = profile.prefill.seconds(Work::of_prompt(arrival.tokens, best * profile.block_tokens));
         let rank = self.setup.order.rank(now, span(shortest));
         let down = if self.setup.prefill == 0 { &arrival.decode_down } else { &arrival.prefill_down };
         let all = down.len() >= self.lanes.len();
         for (at, lane) in (0_u16..).zip(&self.lanes) {
-            let matched = self.matches.len_of(Holder(at));
-            let ready = lane.cache.ready(&arrival.blocks, matched).since(now);
+            let (matched, ready) = match arrival.stored {
+                // All load from the store alike, and what it has is whole.
+                Some(_) => (best, Duration::ZERO),
+                None => {
+                    let matched = self.matches.len_of(Holder(at));
+                    (matched, lane.cache.ready(&arrival.blocks, matched).since(now))
+                }
+            };
             let ahead = lane.line.ahead(now, rank);
             self.record.prefill.push(PrefillView {
                 down: !all && down.contains(&u32::from(at)),
@@ -446,11 +498,8 @@ impl Conductor {
         };
         self.requests.insert(arrival.id, request);
         let lane = &mut self.lanes[chosen.instance as usize];
-        lane.cache.admit(now, &arrival.blocks, arrival.id, now + chosen.ttft, &mut self.changes);
-        let holder = Holder(u16::try_from(chosen.instance).expect("instances are few"));
-        for change in [Change::Removed(&self.changes.removed), Change::Stored(&self.changes.stored)] {
-            lane.number += 1;
-            self.index.on_event(&Event { holder, life: lane.life, number: lane.number, change });
+        if arrival.stored.is_none() {
+            lane.believe(now, arrival, chosen, &mut self.changes, &mut self.index);
         }
         lane.line.push(Waiting { id: arrival.id, rank, cost: chosen.prefill });
         lane.begin(now);
@@ -562,6 +611,23 @@ impl Conductor {
 }
 
 impl Lane {
+    /// Whoever is sent a prompt will have its blocks.
+    fn believe(
+        &mut self,
+        now: Instant,
+        arrival: &Arrival,
+        chosen: &Candidate,
+        changes: &mut Changes,
+        index: &mut Index<RouteHash, WORDS>,
+    ) {
+        self.cache.admit(now, &arrival.blocks, arrival.id, now + chosen.ttft, changes);
+        let holder = Holder(u16::try_from(chosen.instance).expect("instances are few"));
+        for change in [Change::Removed(&changes.removed), Change::Stored(&changes.stored)] {
+            self.number += 1;
+            index.on_event(&Event { holder, life: self.life, number: self.number, change });
+        }
+    }
+
     /// The next in the line is computed, if nobody is.
     fn begin(&mut self, now: Instant) {
         if self.computes.is_none()

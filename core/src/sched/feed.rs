@@ -104,9 +104,10 @@ impl<K: Key> Feed<K> {
         self.nodes_refused
     }
 
-    /// The next page of events. Not to be called while holdings are awaited. O(events).
+    /// The next page of events. Not to be called while holdings are awaited. The numbers of events have no gaps: where one
+    /// is missing, at the beginning, in the middle or at the end of the page, nothing of the page is taken. O(events).
     pub fn on_page<const W: usize>(&mut self, index: &mut Index<K, W>, page: &EventPage) -> Fed {
-        if page.gap || self.position == Stamp::ZERO || !self.awaited.is_empty() {
+        if page.gap || self.position == Stamp::ZERO || !self.awaited.is_empty() || !self.follows(page) {
             return Fed::Gap;
         }
         for event in &page.events {
@@ -114,6 +115,16 @@ impl<K: Key> Feed<K> {
         }
         self.position = page.next;
         Fed::Taken
+    }
+
+    /// Whether the page goes on where the last one ended, and nothing is missing in it.
+    fn follows(&self, page: &EventPage) -> bool {
+        let mut last = self.position;
+        let is_next = |event: &directory::Event| {
+            last.n += 1;
+            event.at == last
+        };
+        page.events.iter().all(is_next) && page.next == last
     }
 
     /// A snapshot begins: `nodes` are all that hold anything, `position` is the shard's last event before anybody's
@@ -382,6 +393,25 @@ mod tests {
             assert_eq!(world.difference(), None, "seed {seed}");
         }
         assert!(gaps > 100 && lagging > 100, "{gaps} gaps, {lagging} times behind: the check proves little");
+    }
+
+    #[test]
+    fn an_event_that_is_missing_anywhere_in_a_page_is_noticed() {
+        let mut index: Index<RouteHash, 1> = Index::new(Limits { holders_max: 8, ..Limits::default() }, 7);
+        let mut feed: Feed<RouteHash> = Feed::new(parse);
+        let at = |n| Stamp { term: 1, n };
+        feed.begin(&mut index, at(4), &[]);
+        let events = |numbers: &[u64]| {
+            let event = |&n| directory::Event { at: at(n), change: directory::Change::Cleared };
+            numbers.iter().map(event).collect::<Vec<_>>()
+        };
+        let mut page = |numbers: &[u64], next| {
+            feed.on_page(&mut index, &EventPage { events: events(numbers), next: at(next), gap: false })
+        };
+        for (numbers, next) in [(&[6, 7][..], 7), (&[5, 7], 7), (&[5, 6], 7), (&[], 5)] {
+            assert_eq!(page(numbers, next), Fed::Gap, "{numbers:?} up to {next}");
+        }
+        assert_eq!((page(&[5, 6], 6), page(&[], 6)), (Fed::Taken, Fed::Taken));
     }
 
     #[test]

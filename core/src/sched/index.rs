@@ -345,6 +345,29 @@ impl<K: Key, const W: usize> Index<K, W> {
         }
     }
 
+    /// Leading blocks of the chain `names` that somebody has, one here and one there: what a store holds whose nodes share
+    /// its blocks among them. O(blocks).
+    ///
+    /// ```
+    /// use millpond_core::hash::RouteHash;
+    /// use millpond_core::prefix::Holder;
+    /// use millpond_core::sched::index::{Change, Event, Index, Limits};
+    /// let mut index: Index<RouteHash, 1> = Index::new(Limits { holders_max: 2, ..Limits::default() }, 7);
+    /// let chain = [1, 2, 3].map(RouteHash);
+    /// for (holder, block) in [(0, 0), (1, 1)] {
+    ///     let change = Change::Stored(&chain[block..=block]);
+    ///     index.on_event(&Event { holder: Holder(holder), life: 1, number: 1, change });
+    /// }
+    /// assert_eq!(index.pooled(&chain), 2);
+    /// ```
+    #[must_use]
+    pub fn pooled(&self, names: &[K]) -> u32 {
+        let live = &self.columns.live;
+        let is_there =
+            |name: &&K| self.find(**name).is_some_and(|(_, block)| !and(live, self.sets.columns(block.set)).is_empty());
+        u32::try_from(names.iter().take_while(is_there).count()).unwrap_or(u32::MAX)
+    }
+
     /// A holder did something. O(names), and a few steps of sweeping.
     pub fn on_event(&mut self, event: &Event<'_, K>) -> Outcome {
         self.sweep(SWEEP_STEP);

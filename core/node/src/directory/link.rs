@@ -98,7 +98,7 @@ macro_rules! headed {
     })* };
 }
 
-headed! { LocateReply ExistsReply StatReply ListReply RemoveReply ExplainReply ViewReply HeartbeatReply InventoryReply CommitReply EvictReply }
+headed! { LocateReply ExistsReply StatReply ListReply RemoveReply ExplainReply ViewReply HeartbeatReply InventoryReply CommitReply EvictReply HoldingsReply }
 
 impl Headed for wire::Header {
     fn header(&self) -> Option<wire::Header> {
@@ -123,6 +123,8 @@ calls! {
     explain_miss(ExplainRequest) -> ExplainReply = METHOD_EXPLAIN_MISS, call, |shard, request| shard.explain_miss(request);
     /// Owners and segments.
     view(ViewRequest) -> ViewReply = METHOD_VIEW, call, |shard, _request| Ok(shard.view());
+    /// A page of what an owner holds.
+    holdings(HoldingsRequest) -> HoldingsReply = METHOD_HOLDINGS, call, |shard, request| shard.holdings(request);
     /// An owner's first word.
     join(JoinRequest) -> Header = METHOD_JOIN, call, |shard, request| shard.join(request);
     /// An owner is alive.
@@ -193,7 +195,7 @@ enum Inner<R> {
 }
 
 impl<R: Runtime> Watch<R> {
-    /// The next changes; an empty batch is a sign of life. `None` at the deadline.
+    /// The next changes; an empty batch is a sign of life, one a second where nothing changes. `None` at the deadline.
     pub async fn next(&mut self) -> Option<Result<wire::EventBatch, LinkError>> {
         let batch = match &mut self.inner {
             Inner::Local { shard, runtime, after, deadline } => {

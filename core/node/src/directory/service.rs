@@ -11,8 +11,8 @@ use super::Shard;
 use crate::rpc::{Context, Items, Reason, Refusal, Router};
 use crate::runtime::Runtime;
 
-/// How long a watcher without news waits for a sign of life.
-const WATCH_PAUSE: Duration = Duration::from_secs(5);
+/// How long a watcher without news waits for a sign of life: whoever hears nothing for several of these lost the stream.
+const WATCH_PAUSE: Duration = Duration::from_secs(1);
 
 /// An owner speaks for itself only.
 fn check(context: &Context, owner: Option<&wire::Owner>) -> Result<(), Refusal> {
@@ -29,7 +29,7 @@ impl Shard {
     pub fn router<R: Runtime>(self: &Arc<Self>, runtime: R) -> Router {
         let shard = || Arc::clone(self);
         let (a, b, c, d) = (shard(), shard(), shard(), shard());
-        let (e, f, g, h) = (shard(), shard(), shard(), shard());
+        let (e, f, g, h, i) = (shard(), shard(), shard(), shard(), shard());
         Router::new()
             .call(wire::METHOD_LOCATE, move |_: Context, request| ready(a.locate(&request)))
             .call(wire::METHOD_EXISTS, move |_: Context, request| ready(b.exists(&request)))
@@ -39,10 +39,13 @@ impl Shard {
             .mutation(wire::METHOD_CLEAR, move |_: Context, _: wire::ClearRequest| ready(f.clear()))
             .call(wire::METHOD_EXPLAIN_MISS, move |_: Context, request| ready(g.explain_miss(&request)))
             .call(wire::METHOD_VIEW, move |_: Context, _: wire::ViewRequest| ready(Ok(h.view())))
+            .call(wire::METHOD_HOLDINGS, move |_: Context, request| ready(i.holdings(&request)))
             .merge(self.watch_router(runtime))
             .merge(self.owner_router())
     }
 
+    /// A watcher is asked for no more than it takes: what it has not taken waits in the ring that all watchers share
+    /// (`Limits::events_max`), and one that fell behind the ring is told that there is a gap.
     fn watch_router<R: Runtime>(self: &Arc<Self>, runtime: R) -> Router {
         let shard = Arc::clone(self);
         let watch = move |_: Context, request: wire::WatchRequest, mut items: Items<wire::EventBatch>| {

@@ -266,6 +266,15 @@ impl Shard {
         wire::ViewReply { header, owners: answer.value.into_iter().map(wire::OwnerView::from).collect(), lease_max_ns }
     }
 
+    /// See [`wire::METHOD_HOLDINGS`].
+    pub fn holdings(&self, request: &wire::HoldingsRequest) -> Result<wire::HoldingsReply, Refusal> {
+        let node = <[u8; 16]>::try_from(&*request.node).map_err(|_| unreadable(wire::Unreadable("node")))?;
+        let max = usize::try_from(request.max).unwrap_or(usize::MAX);
+        let machine = self.machine.lock();
+        let after = request.after.map(Into::into);
+        Ok(machine.directory.holdings(NodeId(node), &request.prefix, after, max).into())
+    }
+
     /// Events after `after`, or from now on; waits while there are none, at most `within`. See [`wire::METHOD_WATCH`].
     pub async fn events<R: Runtime>(&self, runtime: &R, after: Option<Stamp>, within: Duration) -> wire::EventBatch {
         let deadline = boot_time() + within;

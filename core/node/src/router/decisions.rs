@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use millpond_core::hash::RouteHash;
 use millpond_core::sched::admission::{self, Slo};
-use millpond_core::sched::conductor::{Arrival, Conductor, Learning, Measured, Setup};
+use millpond_core::sched::conductor::{Arrival, Conductor, Learning, Measured, Setup, Stored};
 use millpond_core::sched::cost::{Decode, Link, Prefill, Work};
 use millpond_core::sched::placement;
 use millpond_core::sched::queue::Order;
@@ -42,6 +42,9 @@ pub(super) struct Arrived {
     name: u64,
     tokens: u32,
     blocks: Vec<u64>,
+    /// What the store had of them, and the last event that was known.
+    stored: Option<(u32, u64)>,
+    tenant: u32,
     hint: Option<u32>,
     ttft_slo_ns: u64,
     tbt_slo_ns: u64,
@@ -69,6 +72,8 @@ impl Arrived {
             name: arrival.name,
             tokens: arrival.tokens,
             blocks: arrival.blocks.iter().map(|block| block.0).collect(),
+            stored: arrival.stored.map(|stored| (stored.blocks, stored.version)),
+            tenant: arrival.tenant,
             hint: arrival.hint,
             ttft_slo_ns: arrival.slo.ttft.as_nanos(),
             tbt_slo_ns: arrival.slo.tbt.as_nanos(),
@@ -88,6 +93,8 @@ impl Arrived {
             name: self.name,
             tokens: self.tokens,
             blocks: self.blocks.into_iter().map(RouteHash).collect(),
+            stored: self.stored.map(|(blocks, version)| Stored { blocks, version }),
+            tenant: self.tenant,
             hint: self.hint,
             slo,
             priority: self.priority,
@@ -130,9 +137,11 @@ struct Head {
     hold_ns: u64,
     turns: u32,
     first_turn: u64,
+    /// Weights.
+    tenants: Vec<String>,
 }
 
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 fn exact<const N: usize>(values: [f64; N]) -> Vec<String> {
     values.map(|value| format!("{value:?}")).into()
@@ -181,6 +190,7 @@ impl Head {
             hold_ns: setup.admission.hold.as_nanos(),
             turns: setup.admission.turns,
             first_turn: setup.first_turn,
+            tenants: setup.tenants.iter().map(|weight| format!("{weight:?}")).collect(),
         }
     }
 
@@ -211,6 +221,8 @@ impl Head {
         setup.admission.hold = Duration::from_nanos(self.hold_ns);
         setup.admission.turns = self.turns;
         setup.first_turn = self.first_turn;
+        let weights: Option<Vec<f64>> = self.tenants.iter().map(|weight| weight.parse().ok()).collect();
+        setup.tenants = weights.filter(|weights| weights.iter().all(|weight| *weight > 0.0))?;
         Some(setup)
     }
 }

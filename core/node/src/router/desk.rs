@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use millpond_core::hash::RouteHash;
 use millpond_core::layout::Layout;
 use millpond_core::sched::admission::{self, Reason, Slo, Verdict};
-use millpond_core::sched::conductor::{Arrival, Conductor, Decision, Learning, Setup};
+use millpond_core::sched::conductor::{Arrival, Conductor, Decision, Learning, Setup, Stored};
 use millpond_core::sched::cost::Profile;
 use millpond_core::sched::placement;
 use millpond_core::sched::queue::Order;
@@ -71,7 +71,8 @@ impl Default for Scheduling {
 }
 
 impl Scheduling {
-    fn setup(&self, layout: &Layout, prefill: usize, decode: usize) -> Setup {
+    fn setup(&self, layout: &Layout, nodes: NodeCounts) -> Setup {
+        let NodeCounts { prefill, decode, has_store } = nodes;
         let mut setup = Setup::new(prefill, decode);
         (setup.placement, setup.admission, setup.order) = (self.placement, self.admission, self.order);
         setup.first_turn = self.first_turn;
@@ -90,8 +91,21 @@ impl Scheduling {
                 setup.cache_blocks = (BLOCKS_MAX / nodes.max(1)).clamp(NODE_BLOCKS_MIN, NODE_BLOCKS_MAX);
             }
         }
+        if has_store {
+            // What the store has is known, nothing is believed of nodes.
+            setup.cache_blocks = 1;
+        }
         setup
     }
+}
+
+/// What a router decides about.
+#[derive(Clone, Copy)]
+pub(super) struct NodeCounts {
+    pub(super) prefill: usize,
+    pub(super) decode: usize,
+    /// Whether it follows a store: then each request says what that has.
+    pub(super) has_store: bool,
 }
 
 /// The desk. Clones are handles of the same one.
@@ -120,6 +134,8 @@ pub(super) struct Asked<'a> {
     pub(super) name: &'a str,
     pub(super) tokens: u32,
     pub(super) blocks: &'a [RouteHash],
+    /// What the store has of them, if one is followed.
+    pub(super) stored: Option<Stored>,
     pub(super) slo: Slo,
     pub(super) priority: u8,
     pub(super) is_retry: bool,
@@ -143,14 +159,13 @@ impl Desk {
     pub(super) fn new(
         scheduling: &Scheduling,
         layout: &Layout,
-        prefill: usize,
-        decode: usize,
+        nodes: NodeCounts,
         timers: Timers,
     ) -> std::io::Result<Self> {
-        let setup = scheduling.setup(layout, prefill, decode);
+        let setup = scheduling.setup(layout, nodes);
         let log = scheduling.decisions.as_deref().map(|path| Writer::create(path, &setup)).transpose()?;
         let books = Books { conductor: Conductor::new(setup), log, next_id: 0 };
-        let steps = (0..decode).map(|_| AtomicU64::new(0)).collect();
+        let steps = (0..nodes.decode).map(|_| AtomicU64::new(0)).collect();
         let slo = scheduling.slo;
         Ok(Self { inner: Arc::new(Inner { books: Mutex::new(books), steps, timers, slo }) })
     }
@@ -171,7 +186,9 @@ impl Desk {
             id,
             name: named(asked.name),
             tokens: asked.tokens,
+            tenant: 0,
             blocks: asked.blocks.to_vec(),
+            stored: asked.stored,
             hint: None,
             slo: asked.slo,
             priority: asked.priority,

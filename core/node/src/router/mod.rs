@@ -2,6 +2,7 @@
 
 mod decisions;
 mod desk;
+mod follow;
 mod line;
 mod link;
 mod meters;
@@ -27,6 +28,7 @@ pub use desk::Scheduling;
 pub use line::{Line, LineLimits, Place};
 pub use prompt::{Answer, Prepared};
 pub use records::Records;
+pub use remote::StoreLink;
 pub use request::{
     EndOfText, Failure, Finish, Generate, Generation, Generator, Message, Offer, Piece, Prompt, Sampling, Stage, Token,
 };

@@ -9,8 +9,11 @@ use millpond_core::wire::message::serve::{
 };
 
 use super::desk::Scheduling;
+use super::follow::{Follower, Linked};
 use super::link::{Link, Lost, Timers};
-use super::service::{Known, Router, RouterLimits};
+use super::service::{Known, Nodes, Router, RouterLimits};
+use crate::directory;
+use crate::kv::Tenants;
 use crate::model::Card;
 use crate::node::Node;
 use crate::rpc::{Client, Reason, RpcError};
@@ -69,9 +72,20 @@ fn lost(error: RpcError) -> Lost {
     }
 }
 
+/// The store that prefill nodes load from, as a router reaches it.
+///
+/// Example: `core/node/src/serve.rs`.
+#[derive(Debug)]
+pub struct StoreLink<R> {
+    /// The way to its directory.
+    pub directory: directory::Link<R>,
+    /// How its blocks are named.
+    pub tenants: Tenants,
+}
+
 impl Router {
-    /// A router of the model of `card` over nodes at these `host:port`s, reached as `node`. Opens nothing yet; run
-    /// [`Router::watch`] beside it.
+    /// A router of the model of `card` over nodes at these `host:port`s, reached as `node`, that load from `store` if there
+    /// is one. Opens nothing yet; run [`Router::watch`] beside it.
     ///
     /// # Errors
     /// What cannot be used as it was given: an address, a number of nodes, a decision log that cannot be written.
@@ -80,6 +94,7 @@ impl Router {
         card: Card,
         prefills: &[String],
         decodes: &[String],
+        store: Option<StoreLink<R>>,
         limits: RouterLimits,
         scheduling: &Scheduling,
     ) -> Result<Self, String> {
@@ -87,9 +102,20 @@ impl Router {
             let target = Target::parse(address).map_err(|error| error.to_string())?;
             Ok(Known { address: address.clone(), link: std::sync::Arc::new(Remote { client: node.client(target) }) })
         };
-        let prefills = prefills.iter().map(known).collect::<Result<Vec<_>, String>>()?;
-        let decodes = decodes.iter().map(known).collect::<Result<Vec<_>, String>>()?;
-        Self::new(card, prefills, decodes, limits, scheduling, timers(node.runtime()), node.metrics())
+        let prefills = prefills.iter().map(known).collect::<Result<Vec<Known>, String>>()?;
+        let decodes = decodes.iter().map(known).collect::<Result<Vec<Known>, String>>()?;
+        let serving = if prefills.is_empty() { &decodes } else { &prefills };
+        let serving = serving.iter().map(|node| node.address.clone()).collect();
+        let timers = timers(node.runtime());
+        let store = store.map(|StoreLink { directory, tenants }| {
+            let (source, card) = (Linked { link: directory, runtime: node.runtime().clone() }, card.clone());
+            let block_len = usize::try_from(card.layout.shape().block_tokens).unwrap_or(usize::MAX);
+            let namer = Box::new(move |tenant: &str| tenants.namer(tenant, &card));
+            let source = std::sync::Arc::new(source);
+            Follower::new(source, namer, block_len, serving, timers.clone(), node.metrics())
+        });
+        let nodes = Nodes { prefills, decodes, store };
+        Self::new(card, nodes, limits, scheduling, timers, node.metrics())
     }
 }
 

@@ -13,10 +13,11 @@ use millpond_core::hash::{RouteHash, RouteHasher};
 use millpond_core::sched::admission::{Reason, Slo};
 use millpond_core::sched::conductor::INSTANCES_MAX;
 use millpond_core::time::{Duration, Instant};
-use millpond_core::wire::message::serve::{FinishReason, GenerateRequest, Generated, Sampling};
+use millpond_core::wire::message::serve::{FinishReason, GenerateRequest, Generated, Sampling, Started};
 use serde_json::{Value, json};
 
-use super::desk::{Admitted, Asked, Desk, Refused, Scheduling};
+use super::desk::{Admitted, Asked, Desk, NodeCounts, Refused, Scheduling};
+use super::follow::{Follower, Sought};
 use super::line::{Line, LineLimits, Place};
 use super::link::{Link, Lost, Timers};
 use super::meters::Meters;
@@ -86,6 +87,8 @@ struct Inner {
     timers: Timers,
     limits: RouterLimits,
     desk: Desk,
+    /// What the store has, if there is one.
+    store: Option<Follower>,
     /// Stopped when whoever still waits is to be sent away.
     abandoned: Stop,
 }
@@ -94,6 +97,14 @@ struct Inner {
 pub(super) struct Known {
     pub(super) address: String,
     pub(super) link: Arc<dyn Link>,
+}
+
+/// The nodes of a router, and what it knows of the store that the prefill nodes load from.
+pub(super) struct Nodes {
+    /// None: decode nodes compute prompts themselves.
+    pub(super) prefills: Vec<Known>,
+    pub(super) decodes: Vec<Known>,
+    pub(super) store: Option<Follower>,
 }
 
 struct Prefill {
@@ -111,23 +122,25 @@ struct Choice {
     prefill: Option<Arc<Prefill>>,
     decode: Arc<Decode>,
     admitted: Admitted,
+    sought: Option<Sought>,
 }
 
 impl Router {
     pub(super) fn new(
         card: Card,
-        prefills: Vec<Known>,
-        decodes: Vec<Known>,
+        nodes: Nodes,
         limits: RouterLimits,
         scheduling: &Scheduling,
         timers: Timers,
         registry: &Registry,
     ) -> Result<Self, String> {
+        let Nodes { prefills, decodes, store } = nodes;
         let (prefill, decode) = (prefills.len(), decodes.len());
         if decode == 0 || prefill.max(decode) > INSTANCES_MAX {
             return Err(format!("{prefill} prefill and {decode} decode nodes; decode nodes are 1 to {INSTANCES_MAX}"));
         }
-        let desk = Desk::new(scheduling, &card.layout, prefill, decode, timers.clone());
+        let counts = NodeCounts { prefill, decode, has_store: store.is_some() };
+        let desk = Desk::new(scheduling, &card.layout, counts, timers.clone());
         let desk = desk.map_err(|error| format!("the decision log cannot be written: {error}"))?;
         let prefill = |known| Arc::new(Prefill { known, down: AtomicBool::new(true) });
         let decode = |known| Arc::new(Decode { known, down: AtomicBool::new(true) });
@@ -141,6 +154,7 @@ impl Router {
             timers,
             limits,
             desk,
+            store,
             abandoned: Stop::new(),
         };
         Ok(Self { inner: Arc::new(inner) })
@@ -152,8 +166,17 @@ impl Router {
         self.inner.decodes.iter().for_each(|node| node.down.store(false, Ordering::Relaxed));
     }
 
-    /// Keeps asking the nodes how they are; never ends.
+    /// Keeps asking the nodes how they are, and the directory what the store has; never ends.
     pub async fn watch(&self) {
+        let following = async {
+            if let Some(store) = &self.inner.store {
+                store.run().await;
+            }
+        };
+        futures::future::join(self.watch_nodes(), following).await;
+    }
+
+    async fn watch_nodes(&self) {
         let nodes = self.inner.prefills.iter().map(|node| (&node.known, &node.down));
         let nodes = nodes.chain(self.inner.decodes.iter().map(|node| (&node.known, &node.down)));
         let timers = &self.inner.timers;
@@ -209,6 +232,7 @@ impl Router {
         json!({
             "model": self.inner.card.id, "running": running, "waiting": waiting,
             "prefill": prefills.collect::<Vec<_>>(), "decode": decodes.collect::<Vec<_>>(),
+            "store": self.inner.store.as_ref().map(Follower::view),
         })
     }
 }
@@ -372,10 +396,12 @@ impl Inner {
         let slo = Slo { ttft: ttft - waited.min(ttft), tbt: request.tbt_slo.unwrap_or(common.tbt) };
         let prefill_down = unavailable(self.prefills.iter().map(|node| &node.down), &tries.prefills);
         let decode_down = unavailable(self.decodes.iter().map(|node| &node.down), &tries.decodes);
+        let sought = self.store.as_ref().map(|store| store.seek("", &prepared.tokens));
         let asked = Asked {
             name: &request.id,
             tokens: prepared.prompt_tokens(),
             blocks: chain,
+            stored: sought.as_ref().map(|sought| sought.stored),
             slo,
             priority: request.priority,
             is_retry: tries.count > 0,
@@ -391,7 +417,19 @@ impl Inner {
             prefill: self.prefills.get(at(decision.placed.chosen.instance)).map(Arc::clone),
             decode: Arc::clone(&self.decodes[at(decision.decode)]),
             admitted,
+            sought,
         })
+    }
+
+    /// The prompt is computed, as its nodes say.
+    fn prefilled(&self, choice: &Choice, tokens: u32, started: &Started) {
+        let taken = started.prefill.map_or(0, |times| times.compute_ns);
+        choice.admitted.prefilled(tokens, started.cached_tokens, taken);
+        if let (Some(store), Some(sought)) = (&self.store, &choice.sought) {
+            let found = started.cached_tokens / self.card.layout.shape().block_tokens.max(1);
+            let at = choice.admitted.decision.placed.chosen.instance;
+            store.on_computed(usize::try_from(at).unwrap_or(usize::MAX), sought, found);
+        }
     }
 
     /// One try: until the first token, or the end of a generation without any.
@@ -424,8 +462,7 @@ impl Inner {
             match stream.next().await {
                 Some(Ok(mut message)) => {
                     if let Some(started) = message.started.take().filter(|_| told.is_none()) {
-                        let taken = started.prefill.map_or(0, |times| times.compute_ns);
-                        choice.admitted.prefilled(prepared.prompt_tokens(), started.cached_tokens, taken);
+                        self.prefilled(choice, prepared.prompt_tokens(), &started);
                         told = Some(started);
                     }
                     if !message.tokens.is_empty() || message.finished.is_some() {

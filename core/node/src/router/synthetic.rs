@@ -32,7 +32,7 @@ use self::decode::Arrived;
 use self::prefill::{Computed, Job};
 use super::desk::Scheduling;
 use super::link::{Link, Lost, Timers};
-use super::service::{Known, Router, RouterLimits};
+use super::service::{Known, Nodes, Router, RouterLimits};
 use crate::metrics::Registry;
 use crate::model::tokenizer::Bytes;
 use crate::model::{Card, Limits};
@@ -129,7 +129,8 @@ impl Synthetic {
         limits.line.running_max = usize::from(u16::MAX);
         limits.deadline = Duration::from_secs(1_000_000);
         let card = Self::card(&self.profile);
-        let router = Router::new(card, prefills, decodes, limits, &scheduling, timers.clone(), registry)?;
+        let nodes = Nodes { prefills, decodes, store: None };
+        let router = Router::new(card, nodes, limits, &scheduling, timers.clone(), registry)?;
         // They are tasks of this process: nobody has to ask.
         router.presume_up();
         Ok((router, gaps))

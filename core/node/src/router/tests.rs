@@ -15,7 +15,7 @@ use millpond_core::wire::message::serve::{
 use parking_lot::Mutex;
 
 use super::link::{Link, Lost, Timers};
-use super::service::Known;
+use super::service::{Known, Nodes};
 use super::*;
 use crate::metrics::Registry;
 use crate::model::toy;
@@ -120,7 +120,8 @@ fn scheduled(prefills: usize, scripts: Vec<Vec<Script>>, limits: RouterLimits, s
     let prefills = (0..prefills).map(|index| known("prefill", index, Arc::new(Fake::default()))).collect();
     let links = decodes.iter().enumerate().map(|(index, link)| known("decode", index, Arc::clone(link) as _)).collect();
     let registry = Registry::new();
-    let router = Router::new(toy::card(), prefills, links, limits, scheduling, timers, &registry).unwrap();
+    let nodes = Nodes { prefills, decodes: links, store: None };
+    let router = Router::new(toy::card(), nodes, limits, scheduling, timers, &registry).unwrap();
     Bench { router, registry, decodes }
 }
 

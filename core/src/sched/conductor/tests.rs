@@ -206,3 +206,51 @@ fn what_is_measured_moves_the_costs() {
     assert!((profile.prefill.seconds(Work { new: 100, prefix: 0 }) - 0.2).abs() < 0.01, "{profile:?}");
     assert!((profile.decode.seconds(1, 100) - 0.022).abs() < 0.001, "{profile:?}");
 }
+
+#[test]
+fn what_a_store_has_is_loaded_by_whoever_is_free() {
+    let mut conductor = Conductor::new(setup(2, 1));
+    let stored = |blocks, version| Some(Stored { blocks, version });
+    let first = conductor.on_arrival(at(0), &Arrival { stored: stored(0, 3), ..arrival(1, 100, 1) });
+    conductor.on_prefilled(at(100), 1, None);
+    // Nothing is believed of the one that computed it, and it is not waited for: the store has five blocks of it by now.
+    let mut second = Arrival { stored: stored(5, 9), ..arrival(2, 100, 1) };
+    let placed = [101, 102].map(|now| {
+        let decision = conductor.on_arrival(at(now), &second);
+        assert_eq!(conductor.record().index_version, 9, "what it rests on");
+        second.id += 1;
+        decision.placed.chosen
+    });
+    assert_eq!(first.placed.chosen.reused, 0);
+    assert_eq!(placed.map(|chosen| (chosen.reused, chosen.new, chosen.pulled)), [(50, 50, 0); 2]);
+    assert_ne!(placed[0].instance, placed[1].instance, "the second finds the first one's node busy");
+    // More than the prompt has is not there.
+    let all = conductor.on_arrival(at(900), &Arrival { stored: stored(99, 10), ..arrival(9, 100, 1) });
+    assert_eq!((all.placed.chosen.new, all.placed.chosen.reused), (1, 99));
+}
+
+#[test]
+fn a_tenant_within_its_share_is_favoured_and_one_beyond_it_is_not() {
+    let mut setup = setup(1, 1);
+    setup.tenants = [1.0, 1.0].into();
+    let mut conductor = Conductor::new(setup);
+    let (mut favoured, mut line, mut free) = ([0, 0], VecDeque::new(), 0);
+    // The first asks for a little; the second, all together, for eight times what can be computed.
+    for id in 0..400 {
+        let now = id * 100;
+        while let Some(&(done, served)) = line.front().filter(|(done, _)| *done <= now) {
+            conductor.on_prefilled(at(done), served, None);
+            conductor.on_left(at(done), served, None);
+            line.pop_front();
+        }
+        let (tenant, tokens) = if id % 20 == 0 { (0, 200) } else { (1, 900) };
+        let slo = Slo { ttft: Duration::from_secs(3), tbt: Duration::MAX };
+        let decision = conductor.on_arrival(at(now), &Arrival { tenant, slo, ..arrival(id, tokens, id) });
+        favoured[tenant as usize] += u32::from(decision.is_favoured);
+        if decision.verdict == Verdict::Admit {
+            free = now.max(free) + u64::from(tokens);
+            line.push_back((free, id));
+        }
+    }
+    assert!(favoured[0] > 10 && favoured[1] == 0, "{favoured:?} of 20 and 380");
+}
