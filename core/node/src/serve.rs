@@ -476,12 +476,16 @@ impl<R: Runtime> Composer<'_, R> {
         let runtime = self.node.runtime().clone();
         self.node.at_end("http", async move {
             stop.stop();
-            let Err(_) = within(&runtime, patience, &mut serving).await else { return };
-            let count = router.map_or(0, |router| router.abandon());
+            let Err(_) = within(&runtime, patience, &mut serving).await else {
+                router.iter().for_each(Router::end_log);
+                return;
+            };
+            let count = router.as_ref().map_or(0, Router::abandon);
             if count > 0 {
                 tracing::warn!(count, "requests were ended by the end of the node");
             }
             let _ = within(&runtime, FAREWELL, &mut serving).await;
+            router.iter().for_each(Router::end_log);
         });
         Ok(address)
     }

@@ -1,14 +1,18 @@
-//! `explain`: what became of a request, as its router remembers it.
+//! `explain`: what became of a request, as its router remembers it, or what was decided, as a router's decision log has it.
 
+use std::fs::File;
+use std::io::BufReader;
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 
 use millpond_core::time::Duration;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::cluster::Cluster;
 use super::failure::Failure;
 use super::store_cmds::{Exit, Output};
 use crate::http::{Method, fetch};
+use crate::router;
 use crate::runtime::Runtime;
 
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -20,8 +24,12 @@ const ID_LEN_MAX: usize = 256;
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
     /// The request's id, from the header x-request-id of its reply.
-    #[arg(value_name = "ID", value_parser = id)]
-    id: String,
+    #[arg(value_name = "ID", value_parser = id, required_unless_present = "log")]
+    id: Option<String>,
+    /// Take all decisions of this log again (`router.decisions` of a router's configuration) and compare each; with ID,
+    /// show those about that request.
+    #[arg(long, value_name = "FILE", conflicts_with = "http")]
+    log: Option<PathBuf>,
     /// The router's HTTP port, instead of that of the cluster that `up` started.
     #[arg(long, value_name = "HOST:PORT")]
     http: Option<SocketAddr>,
@@ -36,11 +44,16 @@ fn id(text: &str) -> Result<String, &'static str> {
 }
 
 pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output<'_>) -> Result<Exit, Failure> {
+    let asked = args.id.as_deref();
+    if let Some(path) = &args.log {
+        return replay(path, asked, output);
+    }
+    let Some(asked) = asked else { return Err(Failure::Usage("give an ID, or --log FILE".into())) };
     let http = match args.http {
         Some(http) => http,
         None => Cluster::find()?.http,
     };
-    let (path, deadline) = (format!("/v1/requests/{}", args.id), runtime.now() + PATIENCE);
+    let (path, deadline) = (format!("/v1/requests/{asked}"), runtime.now() + PATIENCE);
     let (status, body) = fetch(runtime, http, Method::Get, &path, Vec::new(), deadline).await?;
     let answer: Value = serde_json::from_slice(&body)
         .map_err(|error| Failure::Said(format!("{http} answers no JSON ({error}); is it a router of Millpond?")))?;
@@ -56,6 +69,32 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
     tree(&answer, 0, &mut text);
     output.line(text.trim_end(), answer)?;
     Ok(Exit::Done)
+}
+
+/// Takes the decisions of a log again, and shows those about `id`.
+fn replay(path: &Path, id: Option<&str>, output: &mut Output<'_>) -> Result<Exit, Failure> {
+    let failed = |reason: String| Failure::Said(format!("{}: {reason}", path.display()));
+    let log = BufReader::new(File::open(path).map_err(|error| failed(error.to_string()))?);
+    let replayed = match id {
+        Some(id) => router::explain(log, id),
+        None => router::replay(log).map(|replayed| (replayed, Vec::new())),
+    };
+    let (router::Replayed { decisions, hash }, about) = replayed.map_err(|error| failed(error.to_string()))?;
+    let text = format!("{decisions} decisions, each as it was taken; their hash is {hash:016x}");
+    let value = json!({"log": path.display().to_string(), "decisions": decisions, "hash": format!("{hash:016x}")});
+    output.line(&text, value)?;
+    for decision in &about {
+        let mut text = String::new();
+        tree(decision, 0, &mut text);
+        output.line(text.trim_end(), decision.clone())?;
+    }
+    match id {
+        Some(id) if about.is_empty() => {
+            output.line(&format!("none is about request {id}"), Value::Null)?;
+            Ok(Exit::Missing)
+        }
+        _ => Ok(Exit::Done),
+    }
 }
 
 /// JSON as indented `name: value` lines.

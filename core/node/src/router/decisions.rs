@@ -1,22 +1,28 @@
 //! The log of a router's decisions, as lines of JSON: what it was set up with, then everything its conductor was told.
 //!
 //! A conductor decides by its inputs only, so [`replay`] gets the same decisions out of the log; each arrival's line carries
-//! the hash over all decisions up to it, and the first that differs is named. Numbers with a fraction are text, so that they are
-//! read back bit for bit. A line is written before the decision has any effect; a log that cannot be written any more ends.
+//! the hash over all decisions up to it, and the first that differs is named. Lines are written under the lock of the
+//! conductor: they are in the order in which it was told, whatever the threads. Each ends with a checksum over it and all
+//! before it, so a byte that was altered is found in its line, and a line of its own ends a log, so one that was cut off
+//! says so. Numbers with a fraction are text, so that they are read back bit for bit. A line is written before the decision
+//! has any effect; a log that cannot be written any more ends.
 
 use std::fs::File;
 use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 
+use crc_fast::{CrcAlgorithm, Digest};
 use millpond_core::hash::RouteHash;
 use millpond_core::sched::admission::{self, Slo};
-use millpond_core::sched::conductor::{Arrival, Conductor, Learning, Measured, Setup, Stored};
+use millpond_core::sched::conductor::{Arrival, Conductor, Decision, Learning, Measured, Setup, Stored};
 use millpond_core::sched::cost::{Decode, Link, Prefill, Work};
 use millpond_core::sched::placement;
 use millpond_core::sched::queue::Order;
 use millpond_core::sched::spread::Near;
 use millpond_core::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
+
+use super::desk::{explained, named};
 
 /// Everything that a conductor is told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -34,6 +40,8 @@ pub(super) enum Input {
     Late { id: u64, name: u64 },
     /// A prefill node has nothing any more.
     Cleared { prefill: u32 },
+    /// The log ends, after so many decisions.
+    Ended { decisions: u64 },
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -227,20 +235,61 @@ impl Head {
     }
 }
 
-/// Writes a log.
+/// Seals the lines of a log: each ends with a checksum over it and all before it.
+#[derive(Default)]
+pub(crate) struct Seal {
+    sum: u32,
+}
+
+/// How the checksum begins; eight digits and a brace with a quote follow.
+const SUM: &str = ",\"sum\":\"";
+const SUM_LEN: usize = SUM.len() + 8 + 2;
+
+impl Seal {
+    /// Takes an object of JSON; its line.
+    pub(crate) fn line(&mut self, object: &str) -> String {
+        let body = object.strip_suffix('}').unwrap_or(object);
+        let sum = self.on(body.as_bytes());
+        format!("{body}{SUM}{sum:08x}\"}}\n")
+    }
+
+    /// The object of a line, without its end; `None` if it is not the one that follows those before.
+    pub(crate) fn open(&mut self, line: &[u8]) -> Option<String> {
+        let (body, sum) = line.split_at_checked(line.len().checked_sub(SUM_LEN)?)?;
+        let expected = format!("{SUM}{:08x}\"}}", self.on(body));
+        let body = std::str::from_utf8(body).ok().filter(|_| sum == expected.as_bytes())?;
+        Some(format!("{body}}}"))
+    }
+
+    fn on(&mut self, body: &[u8]) -> u32 {
+        let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
+        digest.update(&self.sum.to_le_bytes());
+        digest.update(body);
+        // A 32-bit algorithm: the upper half is always zero.
+        self.sum = u32::try_from(digest.finalize() & u64::from(u32::MAX)).unwrap_or_default();
+        self.sum
+    }
+}
+
+/// Writes a log; dropping it ends the log.
 pub(super) struct Writer {
     file: File,
     path: PathBuf,
+    seal: Seal,
+    /// When the last input came, and how many decisions there were.
+    last: Instant,
+    decisions: u64,
     is_broken: bool,
 }
 
 impl Writer {
     /// A log in a new file; one that was there is replaced.
     pub(super) fn create(path: &Path, setup: &Setup) -> std::io::Result<Self> {
-        let mut writer = Self { file: File::create(path)?, path: path.to_owned(), is_broken: false };
-        let mut head = serde_json::to_vec(&Head::new(setup))?;
-        head.push(b'\n');
-        writer.file.write_all(&head)?;
+        let file = File::create(path)?;
+        let (seal, last) = (Seal::default(), Instant::ZERO);
+        let mut writer = Self { file, path: path.to_owned(), seal, last, decisions: 0, is_broken: false };
+        let head = writer.seal.line(&serde_json::to_string(&Head::new(setup))?);
+        writer.file.write_all(head.as_bytes())?;
         Ok(writer)
     }
 
@@ -249,15 +298,19 @@ impl Writer {
         if self.is_broken {
             return;
         }
-        let written = serde_json::to_vec(&Line { at: now.as_nanos(), input }).map_err(std::io::Error::from);
-        let written = written.and_then(|mut line| {
-            line.push(b'\n');
-            self.file.write_all(&line)
-        });
+        (self.last, self.decisions) = (now, self.decisions + u64::from(matches!(input, Input::Arrived(_))));
+        let written = serde_json::to_string(&Line { at: now.as_nanos(), input }).map_err(std::io::Error::from);
+        let written = written.and_then(|object| self.file.write_all(self.seal.line(&object).as_bytes()));
         if let Err(error) = written {
             tracing::warn!(path = %self.path.display(), %error, "the decision log ends here");
             self.is_broken = true;
         }
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.write(self.last, Input::Ended { decisions: self.decisions });
     }
 }
 
@@ -290,10 +343,26 @@ pub enum Mismatch {
         /// What is wrong with it.
         reason: String,
     },
+    /// A line is not the one that was written after those before it.
+    #[error(
+        "line {line} was altered, or lines before it are missing: its checksum does not follow from those before it"
+    )]
+    Altered {
+        /// Which, from 1.
+        line: usize,
+    },
+    /// A line is cut off.
+    #[error("line {line} is cut off in its middle; the {decisions} decisions before it replay exactly")]
+    Torn {
+        /// Which, from 1.
+        line: usize,
+        /// Decisions before it.
+        decisions: u64,
+    },
     /// A line is none of this log.
     #[error("line {line}: {source}")]
     Line {
-        /// Which.
+        /// Which, from 1.
         line: usize,
         /// What is wrong with it.
         source: serde_json::Error,
@@ -301,7 +370,7 @@ pub enum Mismatch {
     /// Another decision was taken than the log has.
     #[error("line {line}: decision {decision} has the hash {found:016x}, the log says {logged:016x}")]
     Differs {
-        /// Which line.
+        /// Which line, from 1.
         line: usize,
         /// Which decision, from 1.
         decision: u64,
@@ -310,43 +379,123 @@ pub enum Mismatch {
         /// The hash then.
         logged: u64,
     },
+    /// The line that ends every log is missing.
+    #[error(
+        "the log ends after line {line} without its end: what followed was cut off, or its router was killed or still \
+         runs; the {decisions} decisions that are there replay exactly"
+    )]
+    Unfinished {
+        /// The last line, from 1.
+        line: usize,
+        /// Decisions up to it.
+        decisions: u64,
+    },
 }
 
 /// Takes all decisions of a log again and compares each.
 ///
 /// # Errors
-/// [`Mismatch`]: the first decision that differs, or a line that makes no sense. A last line that was cut off by the end of
-/// its process is one of those.
+/// [`Mismatch`]: the first line that was altered, does not follow or makes no sense, or whose decision differs.
 pub fn replay(log: impl BufRead) -> Result<Replayed, Mismatch> {
-    let mut lines = log.lines();
-    let wrong = |reason: String| Mismatch::Head { reason };
-    let head = lines.next().ok_or_else(|| wrong("the log is empty".into()))??;
-    let head: Head = serde_json::from_str(&head).map_err(|error| wrong(error.to_string()))?;
-    if head.version != VERSION {
-        return Err(wrong(format!("its version is {}, not {VERSION}", head.version)));
+    Replay::new(log)?.run(|_, _, _| ())
+}
+
+/// Takes all decisions of a log again, and explains those about requests of the client's name `id`.
+///
+/// # Errors
+/// Like [`replay`].
+pub fn explain(log: impl BufRead, id: &str) -> Result<(Replayed, Vec<serde_json::Value>), Mismatch> {
+    let (name, mut found) = (named(id), Vec::new());
+    let replayed = Replay::new(log)?.run(|arrival, conductor, decision| {
+        if arrival.name == name {
+            let mut value = explained(conductor.record(), decision, conductor.hash());
+            (value["decision"], value["tokens"]) = (conductor.count().into(), arrival.tokens.into());
+            found.push(value);
+        }
+    })?;
+    Ok((replayed, found))
+}
+
+/// A log that is being replayed.
+struct Replay<L> {
+    log: L,
+    seal: Seal,
+    conductor: Conductor,
+    /// Lines that were read.
+    line: usize,
+}
+
+impl<L: BufRead> Replay<L> {
+    /// Reads the head.
+    fn new(mut log: L) -> Result<Self, Mismatch> {
+        let wrong = |reason: String| Mismatch::Head { reason };
+        let mut line = Vec::new();
+        if log.read_until(b'\n', &mut line)? == 0 {
+            return Err(wrong("the log is empty".into()));
+        }
+        let mut seal = Seal::default();
+        let text = line.strip_suffix(b"\n").ok_or(Mismatch::Torn { line: 1, decisions: 0 })?;
+        let opened = seal.open(text);
+        // A log of another version may be sealed in another way, and says so itself.
+        let version = |text: &[u8]| serde_json::from_slice::<serde_json::Value>(text).ok()?["version"].as_u64();
+        match version(text) {
+            Some(version) if version != u64::from(VERSION) => {
+                return Err(wrong(format!("its version is {version}, not {VERSION}")));
+            }
+            _ => {}
+        }
+        let head: Head = match opened {
+            Some(object) => serde_json::from_str(&object).map_err(|error| wrong(error.to_string()))?,
+            None if version(text).is_some() => return Err(Mismatch::Altered { line: 1 }),
+            None => return Err(wrong("it is no line of a decision log".into())),
+        };
+        let setup = head.setup().ok_or_else(|| wrong("a policy or number is unknown".into()))?;
+        Ok(Self { log, seal, conductor: Conductor::new(setup), line: 1 })
     }
-    let setup = head.setup().ok_or_else(|| wrong("a policy or number is unknown".into()))?;
-    let mut conductor = Conductor::new(setup);
-    for (line, text) in (2..).zip(lines) {
-        let Line { at, input } = serde_json::from_str(&text?).map_err(|source| Mismatch::Line { line, source })?;
-        let now = Instant::from_nanos(at);
-        match input {
-            Input::Arrived(arrived) => {
-                let logged = arrived.decided;
-                conductor.on_arrival(now, &arrived.arrival());
-                let (decision, found) = (conductor.count(), conductor.hash());
-                if found != logged {
-                    return Err(Mismatch::Differs { line, decision, found, logged });
+
+    /// The next line; `None` after the last.
+    fn next(&mut self) -> Result<Option<Line>, Mismatch> {
+        let mut text = Vec::new();
+        if self.log.read_until(b'\n', &mut text)? == 0 {
+            return Ok(None);
+        }
+        self.line += 1;
+        let (line, decisions) = (self.line, self.conductor.count());
+        let text = text.strip_suffix(b"\n").ok_or(Mismatch::Torn { line, decisions })?;
+        let object = self.seal.open(text).ok_or(Mismatch::Altered { line })?;
+        serde_json::from_str(&object).map(Some).map_err(|source| Mismatch::Line { line, source })
+    }
+
+    fn run(mut self, mut on: impl FnMut(&Arrival, &Conductor, &Decision)) -> Result<Replayed, Mismatch> {
+        while let Some(Line { at, input }) = self.next()? {
+            let (now, conductor) = (Instant::from_nanos(at), &mut self.conductor);
+            match input {
+                Input::Arrived(arrived) => {
+                    let logged = arrived.decided;
+                    let arrival = arrived.arrival();
+                    let decision = conductor.on_arrival(now, &arrival);
+                    let (count, found) = (conductor.count(), conductor.hash());
+                    if found != logged {
+                        return Err(Mismatch::Differs { line: self.line, decision: count, found, logged });
+                    }
+                    on(&arrival, conductor, &decision);
+                }
+                Input::Prefilled { id, measured: taken } => conductor.on_prefilled(now, id, taken.map(measured)),
+                Input::Joined { id, steps } => conductor.on_joined(now, id, steps),
+                Input::Left { id, tokens } => conductor.on_left(now, id, tokens),
+                Input::Late { id, name } => {
+                    conductor.on_late(now, id, name);
+                }
+                Input::Cleared { prefill } => conductor.on_cleared(prefill),
+                Input::Ended { .. } => {
+                    let (decisions, hash) = (conductor.count(), conductor.hash());
+                    return match self.next()? {
+                        None => Ok(Replayed { decisions, hash }),
+                        Some(_) => Err(Mismatch::Altered { line: self.line }),
+                    };
                 }
             }
-            Input::Prefilled { id, measured: taken } => conductor.on_prefilled(now, id, taken.map(measured)),
-            Input::Joined { id, steps } => conductor.on_joined(now, id, steps),
-            Input::Left { id, tokens } => conductor.on_left(now, id, tokens),
-            Input::Late { id, name } => {
-                conductor.on_late(now, id, name);
-            }
-            Input::Cleared { prefill } => conductor.on_cleared(prefill),
         }
+        Err(Mismatch::Unfinished { line: self.line, decisions: self.conductor.count() })
     }
-    Ok(Replayed { decisions: conductor.count(), hash: conductor.hash() })
 }

@@ -2,7 +2,6 @@
 //!
 //! Whoever was admitted holds an [`Admitted`]; dropping it gives back everything the request holds in the conductor's books.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -228,6 +227,18 @@ impl Desk {
         (books.conductor.lines().collect(), decode)
     }
 
+    /// Decisions so far, and the hash over all of them.
+    pub(super) fn decided(&self) -> (u64, u64) {
+        let books = self.inner.books.lock();
+        (books.conductor.count(), books.conductor.hash())
+    }
+
+    /// Ends the log: what is told from now on is not in it.
+    pub(super) fn end_log(&self) {
+        let log = self.inner.books.lock().log.take();
+        drop(log);
+    }
+
     fn tell<T>(&self, what: impl FnOnce(&mut Conductor, Instant) -> T, input: Input) -> T {
         let mut books = self.inner.books.lock();
         let now = self.inner.timers.now();
@@ -313,11 +324,9 @@ impl Drop for Admitted {
     }
 }
 
-/// Names are compared by their hashes: a collision passes on a promised place.
-fn named(name: &str) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    name.hash(&mut hasher);
-    hasher.finish()
+/// Names are compared by their hashes: a collision passes on a promised place. The same name has the same one in every log.
+pub(super) fn named(name: &str) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(name.as_bytes())
 }
 
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // floats saturate
@@ -330,7 +339,7 @@ fn millis(span: Duration) -> f64 {
 }
 
 /// A decision for people and programs; nodes are numbers, in the order of the configuration.
-fn explained(record: &Record, decision: &Decision, hash: u64) -> Value {
+pub(super) fn explained(record: &Record, decision: &Decision, hash: u64) -> Value {
     let candidates = record.candidates.iter().map(|candidate| {
         json!({
             "prefill": candidate.instance, "source": candidate.source, "new_tokens": candidate.new,

@@ -23,7 +23,9 @@ pub(crate) use link::Timers;
 pub(crate) use synthetic::virtual_time::VirtualTime;
 pub(crate) use synthetic::{Gaps, Synthetic, scaled, times};
 
-pub use decisions::{Mismatch, Replayed, replay};
+#[cfg(test)]
+pub(crate) use decisions::Seal;
+pub use decisions::{Mismatch, Replayed, explain, replay};
 pub use desk::Scheduling;
 pub use line::{Line, LineLimits, Place};
 pub use prompt::{Answer, Prepared};

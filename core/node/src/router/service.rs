@@ -194,6 +194,11 @@ impl Router {
         .await;
     }
 
+    /// Ends the decision log: it is whole then. What is decided later is not in it.
+    pub fn end_log(&self) {
+        self.inner.desk.end_log();
+    }
+
     /// Ends all requests with an error that says so, also those to come; how many there were.
     pub fn abandon(&self) -> usize {
         let (running, waiting) = self.inner.line.lengths();
@@ -224,6 +229,7 @@ impl Router {
     pub fn view(&self) -> Value {
         let (running, waiting) = self.inner.line.lengths();
         let (prefill, decode) = self.inner.desk.loads();
+        let (decisions, hash) = self.inner.desk.decided();
         let node = |known: &Known, down: &AtomicBool, requests: u64| json!({"address": known.address, "up": !down.load(Ordering::Relaxed), "requests": requests});
         let prefills = self.inner.prefills.iter().zip(prefill);
         let prefills = prefills.map(|(one, requests)| node(&one.known, &one.down, requests as u64));
@@ -232,6 +238,7 @@ impl Router {
         json!({
             "model": self.inner.card.id, "running": running, "waiting": waiting,
             "prefill": prefills.collect::<Vec<_>>(), "decode": decodes.collect::<Vec<_>>(),
+            "decisions": decisions, "decisions_hash": format!("{hash:016x}"),
             "store": self.inner.store.as_ref().map(Follower::view),
         })
     }

@@ -20,6 +20,8 @@ use super::*;
 use crate::metrics::Registry;
 use crate::model::toy;
 
+mod parallel;
+
 /// What a fake decode node does with the next request.
 enum Script {
     /// Streams these, then hangs unless the last one is finished or an error.

@@ -6,7 +6,7 @@ use std::io::BufReader;
 use millpond_core::sim::trace::Synthetic as Workload;
 
 use super::*;
-use crate::router::{Mismatch, VirtualTime, replay};
+use crate::router::{Mismatch, Seal, VirtualTime, explain, replay};
 
 fn in_virtual_time(setup: &Setup, trace: &Arc<Trace>, more: More) -> Row {
     let time = VirtualTime::default();
@@ -79,12 +79,56 @@ fn a_recorded_log_replays_to_the_same_decisions_and_a_changed_one_does_not() {
     let replayed = replay(BufReader::new(File::open(&path).unwrap())).unwrap();
     std::fs::remove_file(&path).unwrap();
     assert_eq!(replayed.decisions, (trace.requests().len() + retried) as u64);
-    // What was known of one request was something else.
+    let (again, about) = explain(log.as_bytes(), "rehearsal-7").unwrap();
+    assert_eq!((again, about.len()), (replayed, 1));
+    assert!(about[0]["candidates"].as_array().unwrap().len() == 3 && about[0]["decision"] == 8, "{}", about[0]);
+    // What was known of one request was something else, though the log is sealed as it should be.
     let line = log.lines().position(|line| line.contains("joined")).unwrap();
-    let without: Vec<&str> = log.lines().enumerate().filter(|(at, _)| *at != line).map(|(_, line)| line).collect();
-    let refused = replay(without.join("\n").as_bytes()).unwrap_err();
+    let (mut seal, mut other) = (Seal::default(), Seal::default());
+    let objects = log.lines().map(|line| seal.open(line.as_bytes()).unwrap());
+    let without: String =
+        objects.enumerate().filter(|(at, _)| *at != line).map(|(_, text)| other.line(&text)).collect();
+    let refused = replay(without.as_bytes()).unwrap_err();
     assert!(matches!(refused, Mismatch::Differs { .. }), "{refused}");
-    assert!(matches!(replay(&log.as_bytes()[..log.len() - 20]), Err(Mismatch::Line { .. })), "a line is cut off");
+}
+
+#[test]
+fn a_log_that_was_altered_or_cut_off_names_the_line() {
+    let path = std::env::temp_dir().join(format!("millpond-altered-{}", std::process::id()));
+    let more = More { retries: 5, decisions: Some(path.clone()) };
+    in_virtual_time(&small(admission::Policy::Millpond), &workload(40), more);
+    let log = std::fs::read(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let lines = log.split_inclusive(|byte| *byte == b'\n').collect::<Vec<_>>();
+    replay(&log[..]).unwrap();
+    // Any byte, each bit of it: the line is named, or for its end the next one.
+    let mut at = 0;
+    for (number, line) in (1..).zip(&lines) {
+        for offset in [0, 1, line.len() / 3, line.len() / 2, line.len() - 12, line.len() - 4, line.len() - 1] {
+            for bit in 0..8 {
+                let mut altered = log.clone();
+                altered[at + offset] ^= 1 << bit;
+                let named = match replay(&altered[..]).unwrap_err() {
+                    Mismatch::Altered { line } | Mismatch::Torn { line, .. } => line,
+                    Mismatch::Head { .. } => 1,
+                    other => panic!("line {number}, byte {offset}, bit {bit}: {other}"),
+                };
+                assert_eq!(named, number, "byte {offset}, bit {bit}");
+            }
+        }
+        at += line.len();
+    }
+    let last = lines.len();
+    let ended = log.len() - lines[last - 1].len();
+    let cut = |len: usize| replay(&log[..len]).unwrap_err().to_string();
+    assert!(cut(ended).starts_with(&format!("the log ends after line {} without its end", last - 1)), "{}", cut(ended));
+    assert!(cut(log.len() - 20).starts_with(&format!("line {last} is cut off")), "{}", cut(log.len() - 20));
+    let swapped = [&lines[..3], &[lines[4], lines[3]], &lines[5..]].concat().concat();
+    assert!(matches!(replay(&swapped[..]), Err(Mismatch::Altered { line: 4 })));
+    assert!(replay(&b"{}\n"[..]).unwrap_err().to_string().starts_with("line 1 does not say"));
+    let mut old = Seal::default();
+    let refused = replay(old.line(r#"{"version":1}"#).as_bytes()).unwrap_err().to_string();
+    assert!(refused.ends_with("its version is 1, not 2"), "{refused}");
 }
 
 /// The acceptance of the live cluster, in virtual time: its rows are printed.
