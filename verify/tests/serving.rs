@@ -384,3 +384,59 @@ fn a_decode_node_knows_within_a_second_that_its_prefill_node_cannot_deliver() {
         });
     }
 }
+
+/// Somebody whose answer is long, by the time that steps of it were measured.
+async fn somebody(cluster: &Cluster) -> decode::Generation {
+    let mut generation = cluster.decode.generate(cluster.request(&prompt(20, 1), 400), cluster.deadline()).unwrap();
+    for _ in 0..3 {
+        generation.next().await.unwrap().unwrap();
+    }
+    generation
+}
+
+/// One that bears no step that takes longer than a nanosecond: it wants to be alone.
+fn hurried(cluster: &Cluster) -> GenerateRequest {
+    GenerateRequest { tbt_slo_ns: 1, ..cluster.request(&prompt(33, 2), 3) }
+}
+
+#[test]
+fn a_prompt_that_finds_the_batch_too_slow_is_refused_late_and_leaves_nothing() {
+    let mut options = decode::Options::default();
+    options.admission.policy = millpond_core::sched::admission::Policy::Late;
+    with_options(256, options, |cluster| async move {
+        let other = somebody(&cluster).await;
+        let refusal = cluster.say(hurried(&cluster)).await.unwrap_err();
+        assert_eq!(refusal.reason, Reason::Late, "{refusal}");
+        assert!(cluster.registry.text().contains("millpond_decode_refused_late_total 1\n"));
+        // Who bears anything joins.
+        assert_eq!(cluster.say(cluster.request(&prompt(33, 2), 3)).await.unwrap().batch_max, 2);
+        drop(other);
+        cluster.all_free().await;
+        let said = cluster.say(hurried(&cluster)).await.unwrap();
+        assert_eq!(said.tokens, alone(&prompt(33, 2), 3, &Sampling::default()));
+        cluster.all_free().await;
+    });
+}
+
+#[test]
+fn a_prompt_that_finds_the_batch_too_slow_is_held_until_there_is_room() {
+    with_cluster(256, |cluster| async move {
+        let other = somebody(&cluster).await;
+        let mut held = cluster.decode.generate(hurried(&cluster), cluster.deadline()).unwrap();
+        let first = held.next().await.unwrap().unwrap();
+        assert!(first.started.is_some() && first.tokens.is_empty(), "it is computed, and has no place: {first:?}");
+        drop(other);
+        let mut tokens = Vec::new();
+        while let Some(step) = held.next().await {
+            tokens.extend(step.unwrap().tokens);
+        }
+        assert_eq!(tokens, alone(&prompt(33, 2), 3, &Sampling::default()));
+        drop(held);
+        cluster.all_free().await;
+        // Its first token may take a nanosecond: it is not held at all.
+        let other = somebody(&cluster).await;
+        let late = GenerateRequest { ttft_slo_ns: 1, ..hurried(&cluster) };
+        assert_eq!(cluster.say(late).await.unwrap_err().reason, Reason::Late);
+        drop(other);
+    });
+}

@@ -258,6 +258,8 @@ pub struct Decode {
     pub batch_max: u64,
     /// Requests that may wait for pages.
     pub waiting_max: u64,
+    /// What happens to a prompt that would slow down the batch too much.
+    pub admission: admission::Policy,
 }
 
 /// The router role.
@@ -341,6 +343,7 @@ impl Config {
             memory: reader.size("decode.memory", "512MiB")?,
             batch_max: reader.integer("decode.batch_max", 64, 1..=4_096)?,
             waiting_max: reader.integer("decode.waiting_max", 256, 0..=65_536)?,
+            admission: reader.parsed("decode.admission", "millpond", named)?,
         };
         let router = router(&mut reader)?;
         let files = files(&mut reader)?;

@@ -382,13 +382,14 @@ impl<R: Runtime> Composer<'_, R> {
         let mut decoding = None;
         if let Some(role) = &config.decode {
             let resuming = compute("decode", role.memory)?;
-            let options = decode::Options {
+            let mut options = decode::Options {
                 batch_max: to_usize(role.batch_max),
                 waiting_max: to_usize(role.waiting_max),
                 address: self.address.clone(),
                 via: via(config).map_or_else(String::new, |via| via.to_string()),
                 ..decode::Options::default()
             };
+            options.admission.policy = role.admission;
             let prefills = Arc::new(RpcPrefills::new(node.runtime().clone(), node.credentials()));
             let decode = Decode::start(resuming, engine.clone(), prefills, options, node.metrics());
             services = services.merge(decode::service::methods(&decode));

@@ -14,6 +14,7 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use millpond_core::time::{Duration, Instant};
 
 use super::Metrics;
+use super::door::Door;
 use super::sequence::Sequence;
 use crate::model::{Model, ModelError, Piece};
 use crate::prefill::{Prefill, Prompt};
@@ -32,6 +33,7 @@ pub(super) struct Batch<R> {
     /// On their way back from a pause.
     resuming: FuturesUnordered<Task<Option<Sequence>>>,
     metrics: Arc<Metrics>,
+    door: Arc<Door>,
     batch_max: usize,
     running: Vec<Sequence>,
     /// Ready, but the batch is full.
@@ -45,7 +47,7 @@ impl<R: Runtime> Batch<R> {
     pub(super) fn new(
         prefill: Prefill<R>,
         joins: mpsc::UnboundedReceiver<Sequence>,
-        metrics: Arc<Metrics>,
+        (metrics, door): (Arc<Metrics>, Arc<Door>),
         batch_max: usize,
     ) -> Self {
         Self {
@@ -54,6 +56,7 @@ impl<R: Runtime> Batch<R> {
             is_closed: false,
             resuming: FuturesUnordered::new(),
             metrics,
+            door,
             batch_max,
             running: Vec::new(),
             ready: VecDeque::new(),
@@ -252,6 +255,7 @@ impl<R: Runtime> Batch<R> {
         let mut sequences = std::mem::take(&mut self.running);
         let mut rows = std::mem::take(&mut self.rows);
         let size = sequences.len();
+        let context = sequences.iter().map(|sequence| sequence.tokens.len() as u64).sum();
         rows.resize_with(rows.len().max(size), Vec::new);
         let model = Arc::clone(self.prefill.model());
         let begun = self.prefill.runtime().now();
@@ -262,6 +266,7 @@ impl<R: Runtime> Batch<R> {
         let (sequences, rows, result) = work.await;
         let now = self.prefill.runtime().now();
         self.metrics.on_step(size, now.since(begun));
+        self.door.on_step(now, size, context, now.since(begun));
         if let Err(error) = result {
             let refusal = Refusal::new(Reason::Failed, error.to_string());
             sequences.into_iter().for_each(|sequence| sequence.fail(refusal.clone()));

@@ -1,10 +1,11 @@
 //! The decode role: it owns a request from its first page to its last token.
 //!
-//! It reserves pages, lets a prefill node fill them (or fills them itself: colocated), counts what arrives, and joins the
-//! request to the running batch between steps. Whoever drops a [`Generation`] cancels all of it: the prefill call, the
+//! It reserves pages, lets a prefill node fill them (or fills them itself: colocated), counts what arrives, looks whether the
+//! batch has room for it within the deadlines between tokens ([`door`]), and joins the request to it between steps. Whoever drops a [`Generation`] cancels all of it: the prefill call, the
 //! transfer (its grant is closed) and the place in the batch; the pages come back by themselves.
 
 mod batch;
+mod door;
 mod remote;
 mod sequence;
 pub mod service;
@@ -16,6 +17,7 @@ use std::task::{Context, Poll};
 
 use futures::channel::mpsc;
 use futures::stream::{BoxStream, Stream, StreamExt};
+use millpond_core::sched::admission::{self, Ask, Slo};
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{
     FirstToken, GenerateRequest, Generated, KvTarget, PrefillRequest, PrefillStep, REQUEST_ID_LEN_MAX, STOP_TOKENS_MAX,
@@ -23,6 +25,7 @@ use millpond_core::wire::message::serve::{
 };
 use zerocopy::IntoBytes;
 
+use self::door::{Answer, Door};
 use self::sequence::{Event, Sequence};
 use crate::engine::{Arrival, Engine, Grant};
 use crate::kv::{Page, Pool};
@@ -36,6 +39,8 @@ pub use remote::RpcPrefills;
 
 /// The arrival counter of a request's grant.
 const COUNTER: u64 = 0;
+/// How often somebody who is held looks whether there is room.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// How a node decodes.
 ///
@@ -54,6 +59,8 @@ pub struct Options {
     pub progress_deadline: Duration,
     /// The transport that KV is to take, by name; empty: the best one shared.
     pub via: String,
+    /// What happens to a prompt that would slow down the batch too much.
+    pub admission: admission::Options,
 }
 
 impl Default for Options {
@@ -64,6 +71,7 @@ impl Default for Options {
             address: String::new(),
             progress_deadline: Duration::from_secs(5),
             via: String::new(),
+            admission: admission::Options::default(),
         }
     }
 }
@@ -95,6 +103,7 @@ struct Inner<R> {
     prefills: Arc<dyn Prefills>,
     options: Options,
     joins: mpsc::UnboundedSender<Sequence>,
+    door: Arc<Door>,
     /// Requests before their first step.
     entering: Arc<AtomicUsize>,
     metrics: Arc<Metrics>,
@@ -165,10 +174,12 @@ impl<R: Runtime> Decode<R> {
     ) -> Self {
         let (joins, joined) = mpsc::unbounded();
         let metrics = Arc::new(Metrics::new(registry));
-        let batch = batch::Batch::new(prefill.clone(), joined, Arc::clone(&metrics), options.batch_max.max(1));
+        let door = Door::new(options.admission, registry);
+        let shared = (Arc::clone(&metrics), Arc::clone(&door));
+        let batch = batch::Batch::new(prefill.clone(), joined, shared, options.batch_max.max(1));
         prefill.runtime().spawn(batch.run());
         let entering = Arc::new(AtomicUsize::new(0));
-        Self { inner: Arc::new(Inner { prefill, engine, prefills, options, joins, entering, metrics }) }
+        Self { inner: Arc::new(Inner { prefill, engine, prefills, options, joins, door, entering, metrics }) }
     }
 
     /// Its pages.
@@ -253,7 +264,7 @@ impl<R: Runtime> Inner<R> {
         let begun = runtime.now();
         let pages = self.prefill.pages(request.tokens.len()).await;
         let reserve_ns = runtime.now().since(begun).as_nanos();
-        let mut sequence = Sequence::new(request.clone(), listener, runtime.now());
+        let mut sequence = Sequence::new(request.clone(), listener, begun);
         // A prompt that is computed in this very process needs its pages once, not twice.
         let is_here = request.prefill.is_empty() || request.prefill == self.options.address;
         let is_over = if is_here {
@@ -290,10 +301,8 @@ impl<R: Runtime> Inner<R> {
             times: Some(computed.times),
         };
         sequence.pages = computed.pages;
-        let is_over = sequence.take_token(first.token, now, |step| {
-            step.started = Some(started(&first, reserve_ns, now.since(begun)));
-        });
-        Ok(is_over)
+        let started = self.admit(sequence, started(&first, reserve_ns, now.since(begun))).await?;
+        Ok(sequence.take_token(first.token, self.prefill.runtime().now(), |step| step.started = started))
     }
 
     /// Disaggregated: a prefill node writes into granted pages.
@@ -326,9 +335,10 @@ impl<R: Runtime> Inner<R> {
             let step = step?;
             if let Some(token) = step.first.filter(|_| first.is_none()) {
                 first_at = self.prefill.runtime().now();
-                is_over = sequence.take_token(token.token, first_at, |step| {
-                    step.started = Some(started(&token, reserve_ns, first_at.since(begun)));
-                });
+                // KV goes on arriving meanwhile.
+                let started = self.admit(sequence, started(&token, reserve_ns, first_at.since(begun))).await?;
+                let now = self.prefill.runtime().now();
+                is_over = sequence.take_token(token.token, now, |step| step.started = started);
                 first = Some(token);
             }
             sequence.sent = step.done;
@@ -358,6 +368,39 @@ impl<R: Runtime> Inner<R> {
         }
         sequence.pages = pages;
         Ok(is_over)
+    }
+
+    /// Waits for a place in the batch for a prompt that is computed. While it is held the listener knows that it is
+    /// computed; what is still to be said of that is returned.
+    async fn admit(&self, sequence: &mut Sequence, started: Started) -> Result<Option<Started>, Refusal> {
+        let mut started = Some(started);
+        if sequence.is_one_token() {
+            return Ok(started);
+        }
+        let runtime = self.prefill.runtime();
+        let (tokens, priority) = (sequence.position() + 1, u8::try_from(sequence.priority).unwrap_or(u8::MAX));
+        let slo = Slo { ttft: sequence.ttft_slo, tbt: sequence.tbt_slo.unwrap_or(Duration::MAX) };
+        let ask = Ask { tokens, slo, priority, ..Ask::default() };
+        let caller = self.door.call(ask, sequence.arrived, runtime.now());
+        loop {
+            let now = runtime.now();
+            match caller.ask(now) {
+                Answer::Join(place) => {
+                    sequence.place = Some(place);
+                    return Ok(started);
+                }
+                Answer::Hold(until) => {
+                    if let Some(started) = started.take() {
+                        sequence.tell(Generated { started: Some(started), ..Generated::default() });
+                    }
+                    runtime.sleep(LOOK_AGAIN.min(until.since(now))).await;
+                }
+                Answer::Refuse => {
+                    let detail = "with one request more the batch would miss a deadline between tokens";
+                    return Err(Refusal::new(Reason::Late, detail));
+                }
+            }
+        }
     }
 
     fn grant(&self, pages: &mut [Page]) -> Result<(Grant, KvTarget), Refusal> {

@@ -4,6 +4,7 @@ use futures::channel::mpsc;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{FinishReason, Finished, GenerateRequest, Generated, PrefillDone, Sampling};
 
+use super::door::Place;
 use crate::kv::Page;
 use crate::model::sample::sample;
 use crate::rpc::Refusal;
@@ -26,7 +27,13 @@ pub(super) struct Sequence {
     pub(super) sent: Option<PrefillDone>,
     pub(super) pauses: u32,
     pub(super) batch_max: u32,
-    tbt_slo: Option<Duration>,
+    /// When the request came.
+    pub(super) arrived: Instant,
+    /// Its place in the batch, once it has one.
+    pub(super) place: Option<Place>,
+    /// How long its first token may take from then on.
+    pub(super) ttft_slo: Duration,
+    pub(super) tbt_slo: Option<Duration>,
     prompt_len: usize,
     max_tokens: usize,
     stop_tokens: Vec<u32>,
@@ -49,6 +56,9 @@ impl Sequence {
             sent: None,
             pauses: 0,
             batch_max: 0,
+            arrived: now,
+            place: None,
+            ttft_slo: if request.ttft_slo_ns > 0 { Duration::from_nanos(request.ttft_slo_ns) } else { Duration::MAX },
             tbt_slo: (request.tbt_slo_ns > 0).then(|| Duration::from_nanos(request.tbt_slo_ns)),
             prompt_len,
             max_tokens: request.max_tokens as usize,
@@ -60,6 +70,11 @@ impl Sequence {
     /// The position of the token to compute next.
     pub(super) fn position(&self) -> u32 {
         u32::try_from(self.tokens.len() - 1).expect("checked against the context")
+    }
+
+    /// Whether the token that follows the prompt is all that was asked for.
+    pub(super) fn is_one_token(&self) -> bool {
+        self.max_tokens <= 1
     }
 
     /// Nobody listens any more.
@@ -82,6 +97,7 @@ impl Sequence {
         } else {
             step.tokens.push(token);
             self.tokens.push(token);
+            self.place.iter().for_each(Place::grow);
             (self.generated() >= self.max_tokens).then_some(FinishReason::Length)
         };
         step.finished = reason.map(|reason| Finished {
@@ -96,6 +112,12 @@ impl Sequence {
         // A listener that left is noticed before the next step.
         let _ = self.listener.unbounded_send(Ok(step));
         is_over
+    }
+
+    /// Tells the listener something that is no token.
+    pub(super) fn tell(&self, message: Generated) {
+        // A listener that left is noticed before the next step.
+        let _ = self.listener.unbounded_send(Ok(message));
     }
 
     /// The token that follows the last one, by its logits.

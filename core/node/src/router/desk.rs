@@ -287,6 +287,12 @@ impl Admitted {
         }
     }
 
+    /// What its priority comes to: who was promised a place, or asks for no more than a fair share, goes before others.
+    pub(super) fn priority(&self, asked: u8) -> u8 {
+        let Decision { was_promised, is_favoured, .. } = self.decision;
+        asked.saturating_add(was_promised.into()).saturating_add(is_favoured.into())
+    }
+
     /// Predicted time to the first token.
     pub(super) fn ttft(&self) -> Duration {
         span(self.decision.ttft.expected)

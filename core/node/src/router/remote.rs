@@ -62,6 +62,7 @@ fn lost(error: RpcError) -> Lost {
                 let reason = refusal.detail.into_owned();
                 Lost::Busy { reason, retry_after: retry_after.unwrap_or(BUSY_GUESS) }
             }
+            Reason::Late => Lost::Late,
             Reason::Unavailable | Reason::Stale => Lost::Prefill { detail: refusal.detail.into_owned() },
             Reason::Draining | Reason::Cancelled => Lost::Decode { detail },
             Reason::Malformed | Reason::TooLarge => Lost::Unservable { reason: refusal.detail.into_owned() },
@@ -140,6 +141,6 @@ mod tests {
         assert_eq!(refused(Reason::Failed), Lost::Refused { reason: "because".into() });
         assert!(matches!(refused(Reason::Busy), Lost::Busy { .. }));
         assert!(matches!(refused(Reason::Draining), Lost::Decode { .. }));
-        assert_eq!(refused(Reason::Deadline), Lost::Deadline);
+        assert_eq!((refused(Reason::Deadline), refused(Reason::Late)), (Lost::Deadline, Lost::Late));
     }
 }

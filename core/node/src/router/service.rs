@@ -122,6 +122,7 @@ struct Choice {
     prefill: Option<Arc<Prefill>>,
     decode: Arc<Decode>,
     admitted: Admitted,
+    slo: Slo,
     sought: Option<Sought>,
 }
 
@@ -424,6 +425,7 @@ impl Inner {
             prefill: self.prefills.get(at(decision.placed.chosen.instance)).map(Arc::clone),
             decode: Arc::clone(&self.decodes[at(decision.decode)]),
             admitted,
+            slo,
             sought,
         })
     }
@@ -459,8 +461,9 @@ impl Inner {
             }),
             stop_tokens: prepared.stop_tokens.clone(),
             prefill: choice.prefill.as_ref().map(|node| node.known.address.clone()).unwrap_or_default(),
-            tbt_slo_ns: request.tbt_slo.map_or(0, Duration::as_nanos),
-            priority: request.priority.into(),
+            tbt_slo_ns: choice.slo.tbt.as_nanos(),
+            ttft_slo_ns: choice.slo.ttft.as_nanos().max(1),
+            priority: choice.admitted.priority(request.priority).into(),
             ..GenerateRequest::default()
         };
         let mut stream = choice.decode.known.link.generate(message, &choice.admitted.decision, deadline);

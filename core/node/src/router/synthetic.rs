@@ -197,7 +197,7 @@ impl Link for Decode {
         let at = usize::try_from(decision.placed.chosen.instance).unwrap_or(usize::MAX);
         let is_sent = self.prefills.get(at).is_some_and(|jobs| jobs.unbounded_send(job).is_ok());
         let (arrived, slo) = (timers.now(), self.slo);
-        let priority = u8::try_from(request.priority).unwrap_or(u8::MAX).saturating_add(decision.was_promised.into());
+        let priority = u8::try_from(request.priority).unwrap_or(u8::MAX);
         let ask = Ask { id: 0, tokens, hint: None, slo, tenant: 0, priority };
         let (listener, answers) = mpsc::unbounded();
         let (id, output) = (request.request_id, request.max_tokens);

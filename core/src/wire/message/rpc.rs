@@ -348,6 +348,8 @@ reasons! {
     Stale = 13, untouched, "stale";
     /// Somebody the target depends on does not answer.
     Unavailable = 14, unknown, "unavailable";
+    /// The work was begun, and its result would come too late to be of use; come back when there is less to do.
+    Late = 15, unknown, "too late";
 }
 
 impl fmt::Display for Reason {

@@ -123,12 +123,16 @@ pub struct GenerateRequest {
     /// Whose blocks it may reuse and makes; empty is the default tenant.
     #[prost(string, tag = "8")]
     pub tenant: String,
-    /// Wanted time between tokens; 0: none. The request with most slack is paused first.
+    /// Wanted time between tokens; 0: none. The request with most slack is paused first, and a node whose steps would take
+    /// longer with it refuses it as late.
     #[prost(uint64, tag = "9")]
     pub tbt_slo_ns: u64,
-    /// Higher is paused later.
+    /// Higher is paused later, and let into the batch sooner.
     #[prost(uint32, tag = "10")]
     pub priority: u32,
+    /// How long the first token may take from now on; 0: any time. A computed prompt is held no longer for a place.
+    #[prost(uint64, tag = "11")]
+    pub ttft_slo_ns: u64,
 }
 
 /// One message of the stream. The first one with tokens carries `started`; the last one carries `finished`.
