@@ -15,7 +15,10 @@
 //! memory = "256MiB"
 //! ```
 
+mod profile;
 mod settings;
+mod table;
+mod tenants;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -23,8 +26,11 @@ use std::path::PathBuf;
 use millpond_core::sched::{admission, placement};
 use millpond_core::time::Duration;
 
+pub use self::profile::profile;
 pub use self::settings::{Origin, Setting};
 use self::settings::{Reader, Value};
+pub use self::table::FileError;
+pub use self::tenants::tenants;
 use crate::files::FolderOptions;
 use crate::tls::Files;
 
@@ -290,6 +296,10 @@ pub struct Router {
     pub slo: admission::Slo,
     /// Where the decision log is written, if it is.
     pub decisions: Option<PathBuf>,
+    /// What nodes cost until it is measured, see [`profile`]; without it, as in the default profile.
+    pub profile: Option<PathBuf>,
+    /// Who may use it, see [`tenants`]; without it, everybody.
+    pub tenants: Option<PathBuf>,
 }
 
 impl Config {
@@ -318,7 +328,7 @@ impl Config {
         let topology = NicChoice {
             allow: reader.texts("topology.nic_allow")?,
             deny: reader.texts("topology.nic_deny")?,
-            matrix: Some(reader.text("topology.matrix", "")?.0).filter(|path| !path.is_empty()).map(PathBuf::from),
+            matrix: path(&mut reader, "topology.matrix")?,
         };
         reader.section("directory");
         let directory = reader.text("directory.address", "")?.0;
@@ -437,9 +447,17 @@ fn router(reader: &mut Reader<'_>) -> Result<Option<Router>, ConfigError> {
             ttft: reader.parsed("router.ttft_slo", "2m", parse_span)?,
             tbt: reader.parsed("router.tbt_slo", "10s", parse_span)?,
         },
-        decisions: Some(reader.text("router.decisions", "")?.0).filter(|path| !path.is_empty()).map(PathBuf::from),
+        decisions: path(reader, "router.decisions")?,
+        profile: path(reader, "router.profile")?,
+        tenants: path(reader, "router.tenants")?,
     };
     Ok(has_router.then_some(router))
+}
+
+/// A path; nothing where none is set.
+fn path(reader: &mut Reader<'_>, key: &'static str) -> Result<Option<PathBuf>, ConfigError> {
+    let text = reader.text(key, "")?.0;
+    Ok(Some(text).filter(|path| !path.is_empty()).map(PathBuf::from))
 }
 
 /// A policy by its name.

@@ -12,22 +12,23 @@ mod named;
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use millpond_core::sched::cost::Profile;
 use millpond_core::time::Duration;
 use millpond_core::wire::hello::Identity;
 use millpond_core::wire::session::Key;
 
 use crate::client::{self, StoreClient};
-use crate::config::{self, Config, NicChoice};
+use crate::config::{self, Config, FileError, NicChoice};
 use crate::decode::{self, Decode, RpcPrefills};
 use crate::directory::{self, ShardConfig, StartError};
 use crate::engine::{self, AllocateError, Engine, Via};
 use crate::files::{FileService, Folder, FolderOptions};
 use crate::http::{self, Api, Handler, Pages};
 use crate::kv::{Blocks, Pool, PoolError, StoreBlocks, Tenants};
-use crate::model::{LoadError, Model, Source};
+use crate::model::{Card, LoadError, Model, Source};
 use crate::node::{self, Drained, Node, NodeError};
 use crate::prefill::{self, Prefill};
 use crate::router::{self, LineLimits, Router, RouterLimits, Scheduling, StoreLink};
@@ -101,6 +102,14 @@ pub enum ServeError {
     Routes {
         /// What is wrong with it.
         reason: String,
+    },
+    /// A file that the configuration names.
+    #[error("`{key}`: {source}")]
+    Named {
+        /// Which setting.
+        key: &'static str,
+        /// What is wrong with it.
+        source: FileError,
     },
     /// The directory of published files.
     #[error("`files.directory` is {}: {source}", path.display())]
@@ -426,6 +435,11 @@ impl<R: Runtime> Composer<'_, R> {
         let mut scheduling = Scheduling::default();
         (scheduling.placement.policy, scheduling.admission.policy) = (router.placement, router.admission);
         (scheduling.slo, scheduling.decisions) = (router.slo, router.decisions.clone());
+        if let Some(path) = &router.tenants {
+            let read = config::tenants(path);
+            scheduling.keys = read.map_err(|source| ServeError::Named { key: "router.tenants", source })?;
+        }
+        scheduling.profile = router.profile.as_deref().map(|path| profile(path, &card)).transpose()?;
         // Nodes that were started together have names of their own, and so turns of their own.
         scheduling.first_turn = node.identity().incarnation;
         let routes = Router::connect(node, card, &router.prefill, decodes, store, limits, &scheduling);
@@ -490,6 +504,24 @@ impl<R: Runtime> Composer<'_, R> {
         });
         Ok(address)
     }
+}
+
+/// What nodes that serve the model of `card` cost, as a file has it.
+fn profile(path: &Path, card: &Card) -> Result<Profile, ServeError> {
+    let base = Scheduling::first_profile(&card.layout);
+    let read = config::profile(path, base).map_err(|source| ServeError::Named { key: "router.profile", source })?;
+    if (read.block_tokens, read.kv_bytes_per_token) != (base.block_tokens, base.kv_bytes_per_token) {
+        let reason = format!(
+            "the profile {} has {} tokens a block and {} bytes a token, the model has {} and {}; leave both out",
+            path.display(),
+            read.block_tokens,
+            read.kv_bytes_per_token,
+            base.block_tokens,
+            base.kv_bytes_per_token
+        );
+        return Err(ServeError::Routes { reason });
+    }
+    Ok(read)
 }
 
 async fn load<R: Runtime>(runtime: &R, section: &config::Model) -> Result<Arc<dyn Model>, ServeError> {

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::cluster::Cluster;
 use super::failure::Failure;
 use super::store_cmds::{Exit, Output};
-use crate::http::{Method, fetch};
+use crate::http::{Bearer, fetch_as};
 use crate::router;
 use crate::runtime::Runtime;
 
@@ -26,6 +26,9 @@ pub(super) struct Args {
     /// The request's id, from the header x-request-id of its reply.
     #[arg(value_name = "ID", value_parser = id, required_unless_present = "log")]
     id: Option<String>,
+    /// The API key of the tenant whose request it is, where the router has tenants.
+    #[arg(long, value_name = "KEY", env = "MILLPOND_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
     /// Take all decisions of this log again (`router.decisions` of a router's configuration) and compare each; with ID,
     /// show those about that request.
     #[arg(long, value_name = "FILE", conflicts_with = "http")]
@@ -54,7 +57,7 @@ pub(super) async fn run<R: Runtime>(runtime: &R, args: Args, output: &mut Output
         None => Cluster::find()?.http,
     };
     let (path, deadline) = (format!("/v1/requests/{asked}"), runtime.now() + PATIENCE);
-    let (status, body) = fetch(runtime, http, Method::Get, &path, Vec::new(), deadline).await?;
+    let (status, body) = fetch_as(runtime, http, &Bearer(args.api_key.clone()), &path, deadline).await?;
     let answer: Value = serde_json::from_slice(&body)
         .map_err(|error| Failure::Said(format!("{http} answers no JSON ({error}); is it a router of Millpond?")))?;
     if status != 200 {

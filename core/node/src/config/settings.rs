@@ -256,7 +256,7 @@ pub(super) fn unknown_variables(names: impl Iterator<Item = String>, settings: &
     unknown.map(with_nearest).collect()
 }
 
-fn line_of(text: &str, at: usize) -> usize {
+pub(super) fn line_of(text: &str, at: usize) -> usize {
     text.as_bytes().iter().take(at).filter(|byte| **byte == b'\n').count() + 1
 }
 
@@ -288,7 +288,7 @@ fn from_environment(text: String, default: &Value) -> Value {
 }
 
 /// The known name that is most like `name`.
-fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> String {
+pub(super) fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> String {
     known
         .max_by(|a, b| strsim::jaro_winkler(name, a).total_cmp(&strsim::jaro_winkler(name, b)))
         .unwrap_or("")

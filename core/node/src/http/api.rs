@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::answer::{Heading, deliver};
 use super::message::{ApiError, Handler, Method, Reply, Request};
-use super::openai::{Form, order};
+use super::openai::{Form, api_key, order};
 use super::pages::{Pages, no_such_path, wrong_method};
 use crate::router::{Failure, Generator, Stage};
 
@@ -77,8 +77,9 @@ impl Api {
         }
     }
 
-    fn explain(&self, id: &str) -> Reply {
-        match self.generator.explain(id) {
+    /// A tenant sees its own requests only.
+    fn explain(&self, id: &str, tenant: Option<&str>) -> Reply {
+        match self.generator.explain(id).filter(|record| record["tenant"].as_str() == tenant) {
             Some(record) => Reply::json(200, &record),
             None => {
                 let message = format!(
@@ -90,15 +91,16 @@ impl Api {
         }
     }
 
-    fn complete(&self, form: Form, request: &Request) -> BoxFuture<'static, Reply> {
+    fn complete(&self, form: Form, request: &Request, tenant: Option<String>) -> BoxFuture<'static, Reply> {
         if let Some(coding) = request.header("content-encoding").filter(|coding| *coding != "identity") {
             let message = format!("a body in content-encoding {coding:?} cannot be read; send it as it is");
             return future::ready(ApiError::new(415, "invalid_request_error", message).reply()).boxed();
         }
-        let order = match order(form, request) {
+        let mut order = match order(form, request) {
             Ok(order) => order,
             Err(error) => return future::ready(error.reply()).boxed(),
         };
+        order.generate.tenant = tenant;
         let generator = Arc::clone(&self.generator);
         async move {
             let heading = Heading::new(&order, unix_secs());
@@ -117,9 +119,13 @@ impl Handler for Api {
             return future::ready(page).boxed();
         }
         let path = request.path.trim_end_matches('/');
+        let tenant = match self.generator.tenant(api_key(&request)) {
+            Ok(tenant) => tenant,
+            Err(failure) => return future::ready(refusal(&failure).reply()).boxed(),
+        };
         let reply = match (path, request.method) {
-            ("/v1/completions", Method::Post) => return self.complete(Form::Completion, &request),
-            ("/v1/chat/completions", Method::Post) => return self.complete(Form::Chat, &request),
+            ("/v1/completions", Method::Post) => return self.complete(Form::Completion, &request, tenant),
+            ("/v1/chat/completions", Method::Post) => return self.complete(Form::Chat, &request, tenant),
             ("/v1/completions" | "/v1/chat/completions", _) => wrong_method("POST"),
             ("/v1/models", Method::Get) => self.models(None),
             ("/v1/models", _) => wrong_method("GET"),
@@ -127,7 +133,7 @@ impl Handler for Api {
                 (None, None) => no_such_path(&request, PATHS),
                 _ if method != Method::Get => wrong_method("GET"),
                 (Some(model), _) => self.models(Some(model)),
-                (None, Some(id)) => self.explain(id),
+                (None, Some(id)) => self.explain(id, tenant.as_deref()),
             },
         };
         future::ready(reply).boxed()
@@ -142,6 +148,7 @@ pub(super) fn refusal(failure: &Failure) -> ApiError {
         Failure::UnknownModel { .. } => {
             ApiError::new(404, "invalid_request_error", message).about("model").coded("model_not_found")
         }
+        Failure::Unauthorized { .. } => ApiError::new(401, "invalid_request_error", message).coded("invalid_api_key"),
         Failure::EmptyPrompt => invalid("prompt", "empty_prompt"),
         Failure::PromptTooLong { .. } | Failure::PromptTooLarge { .. } | Failure::AnswerTooLong { .. } => {
             invalid("prompt", "context_length_exceeded")

@@ -50,6 +50,37 @@ pub enum FetchError {
     },
 }
 
+/// A secret that goes along as `authorization: Bearer`; none.
+///
+/// ```
+/// use millpond_node::http::Bearer;
+/// assert_eq!(format!("{:?}", Bearer(Some("sk-1".into()))), "Bearer(..)");
+/// ```
+#[derive(Clone, Default)]
+pub struct Bearer(pub Option<String>);
+
+impl std::fmt::Debug for Bearer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Bearer(..)")
+    }
+}
+
+/// Reads `path` as whoever has `key`; like [`fetch`].
+///
+/// # Errors
+/// Like [`fetch`].
+pub async fn fetch_as<R: Runtime>(
+    runtime: &R,
+    address: SocketAddr,
+    key: &Bearer,
+    path: &str,
+    deadline: Instant,
+) -> Result<(u16, Vec<u8>), FetchError> {
+    by(runtime, deadline, exchange(runtime, address, (Method::Get, key), path, Vec::new()))
+        .await
+        .unwrap_or(Err(FetchError::Deadline { address }))
+}
+
 /// Sends one request and returns the status and the whole body of the answer.
 ///
 /// # Errors
@@ -62,7 +93,7 @@ pub async fn fetch<R: Runtime>(
     body: Vec<u8>,
     deadline: Instant,
 ) -> Result<(u16, Vec<u8>), FetchError> {
-    by(runtime, deadline, exchange(runtime, address, method, path, body))
+    by(runtime, deadline, exchange(runtime, address, (method, &Bearer::default()), path, body))
         .await
         .unwrap_or(Err(FetchError::Deadline { address }))
 }
@@ -70,7 +101,7 @@ pub async fn fetch<R: Runtime>(
 async fn exchange<R: Runtime>(
     runtime: &R,
     address: SocketAddr,
-    method: Method,
+    (method, key): (Method, &Bearer),
     path: &str,
     body: Vec<u8>,
 ) -> Result<(u16, Vec<u8>), FetchError> {
@@ -86,7 +117,11 @@ async fn exchange<R: Runtime>(
         Method::Delete => "DELETE",
         Method::Get | Method::Other => "GET",
     };
-    let request = hyper::Request::builder()
+    let mut request = hyper::Request::builder();
+    if let Some(key) = &key.0 {
+        request = request.header("authorization", format!("Bearer {key}"));
+    }
+    let request = request
         .method(name)
         .uri(path)
         .header("host", address.to_string())

@@ -257,7 +257,10 @@ impl ApiError {
     /// The whole reply.
     #[must_use]
     pub fn reply(&self) -> Reply {
-        let reply = Reply::json(self.status, &self.value());
+        let mut reply = Reply::json(self.status, &self.value());
+        if self.status == 401 {
+            reply = reply.with_header("www-authenticate", "Bearer");
+        }
         match self.retry_after {
             Some(after) => {
                 let secs = after.as_millis().div_ceil(1_000).max(1);

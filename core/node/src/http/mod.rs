@@ -18,7 +18,7 @@ mod server;
 mod tests;
 
 pub use api::Api;
-pub use client::{FetchError, fetch};
+pub use client::{Bearer, FetchError, fetch, fetch_as};
 pub use message::{ApiError, Handler, Method, Reply, Request};
 pub use pages::Pages;
 pub use server::{Limits, serve, serve_stream, start};

@@ -281,6 +281,12 @@ fn millis(request: &Request, name: &'static str) -> Result<Option<Duration>, Api
     }
 }
 
+/// The API key of a request, as OpenAI's clients send it.
+pub(super) fn api_key(request: &Request) -> Option<&str> {
+    let (scheme, key) = request.header("authorization")?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
+}
+
 /// `x-millpond-priority`: 0 to 9.
 fn priority(request: &Request) -> Result<u8, ApiError> {
     let name = "x-millpond-priority";

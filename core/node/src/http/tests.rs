@@ -7,7 +7,7 @@ use millpond_core::time::Duration;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::router::{Failure, Finish, Generate, Generation, Generator, Offer, Piece, Prompt, Token};
+use crate::router::{ApiKeys, Failure, Finish, Generate, Generation, Generator, Offer, Piece, Prompt, Tenant, Token};
 
 /// Repeats the prompt, a word a piece; fails where the prompt says so.
 struct Parrot;
@@ -154,4 +154,59 @@ fn paths_and_methods_that_are_not_there_are_named() {
     assert_eq!(ask(Method::Get, "/v1/requests/req-1").status(), 200);
     assert_eq!(ask(Method::Get, "/v1/requests/req-2").status(), 404);
     assert_eq!(ask(Method::Post, "/v1/completions").status(), 400);
+}
+
+/// A parrot that serves those it knows.
+struct Guarded {
+    keys: ApiKeys,
+}
+
+impl Generator for Guarded {
+    fn offers(&self) -> Vec<Offer> {
+        Parrot.offers()
+    }
+
+    fn generate(&self, request: Generate) -> BoxFuture<'static, Result<Generation, Failure>> {
+        assert_eq!(request.tenant.as_deref(), Some("alice"));
+        Parrot.generate(request)
+    }
+
+    fn tenant(&self, key: Option<&str>) -> Result<Option<String>, Failure> {
+        Ok(self.keys.tenant(key)?.map(|tenant| tenant.name.clone()))
+    }
+
+    fn explain(&self, id: &str) -> Option<Value> {
+        (id == "req-1").then(|| json!({"id": id, "tenant": "alice"}))
+    }
+}
+
+#[test]
+fn where_there_are_tenants_only_they_are_served_and_each_sees_its_own_requests() {
+    let mut keys = ApiKeys::default();
+    for (name, key) in [("alice", "sk-a"), ("bob", "sk-b")] {
+        assert!(keys.add(Tenant { name: name.into(), weight: 1.0 }, &[key.into()]));
+    }
+    let api = Api::new(std::sync::Arc::new(Guarded { keys }), Pages::new("router"));
+    let ask = |method, path: &str, authorization: Option<&str>| {
+        let body = json!({"model": "parrot", "prompt": "hi"}).to_string().into_bytes();
+        let mut request = Request::new(method, path, body);
+        if let Some(authorization) = authorization {
+            request.headers.insert("authorization", authorization.parse().unwrap());
+        }
+        block_on(api.answer(request))
+    };
+    for wrong in [None, Some("Bearer sk-c"), Some("Bearer"), Some("Basic sk-a"), Some("sk-a")] {
+        let reply = ask(Method::Post, "/v1/completions", wrong);
+        assert_eq!(reply.status(), 401, "{wrong:?}");
+        assert!(reply.headers.contains(&("www-authenticate", "Bearer".into())), "{:?}", reply.headers);
+        let text = reply.text().unwrap();
+        assert!(text.contains("invalid_api_key") && !text.contains("sk-c"), "{text}");
+        assert_eq!(ask(Method::Get, "/v1/models", wrong).status(), 401);
+        assert_eq!(ask(Method::Get, "/v1/requests/req-1", wrong).status(), 401);
+    }
+    assert_eq!(ask(Method::Post, "/v1/completions", Some("Bearer sk-a")).status(), 200);
+    assert_eq!(ask(Method::Get, "/v1/models", Some("bearer  sk-b")).status(), 200);
+    assert_eq!(ask(Method::Get, "/v1/requests/req-1", Some("Bearer sk-a")).status(), 200);
+    assert_eq!(ask(Method::Get, "/v1/requests/req-1", Some("Bearer sk-b")).status(), 404, "it is somebody else's");
+    assert_eq!(ask(Method::Get, "/health", None).status(), 200, "the node's own pages are for its operators");
 }

@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::decisions::{Arrived, Input, Writer, measured};
+use super::keys::ApiKeys;
 use super::link::Timers;
 
 /// Blocks that prefill nodes are believed to keep, all together, and each at most.
@@ -43,8 +44,12 @@ pub struct Scheduling {
     pub admission: admission::Options,
     /// Deadlines of requests that name none.
     pub slo: Slo,
-    /// What nodes cost. `None`: the default profile with the model's blocks, refined by what is measured.
+    /// What nodes cost. `None`: the default profile with the model's blocks.
     pub profile: Option<Profile>,
+    /// Whether that is refined by what is measured.
+    pub learning: Learning,
+    /// Who may use the router, and their shares.
+    pub keys: ApiKeys,
     /// In which order prefill nodes serve what they are sent.
     pub order: Order,
     /// The decision log; one that was there is replaced.
@@ -62,6 +67,8 @@ impl Default for Scheduling {
             admission: admission::Options::default(),
             slo: Slo { ttft: Duration::from_secs(120), tbt: Duration::from_secs(10) },
             profile: None,
+            learning: Learning::On,
+            keys: ApiKeys::default(),
             order: Order::Fifo,
             decisions: None,
             first_turn: 0,
@@ -70,22 +77,25 @@ impl Default for Scheduling {
 }
 
 impl Scheduling {
+    /// What nodes of a model cost before anything was measured: the default profile with the model's blocks.
+    pub(crate) fn first_profile(layout: &Layout) -> Profile {
+        let mut profile = Profile::default();
+        profile.block_tokens = layout.shape().block_tokens;
+        profile.kv_bytes_per_token = layout.token_len();
+        // A decode node that is out of pages pauses requests: it is never full.
+        profile.decode_tokens_max = u64::MAX >> 1;
+        profile
+    }
+
     fn setup(&self, layout: &Layout, nodes: NodeCounts) -> Setup {
         let NodeCounts { prefill, decode, has_store } = nodes;
         let mut setup = Setup::new(prefill, decode);
         (setup.placement, setup.admission, setup.order) = (self.placement, self.admission, self.order);
-        setup.first_turn = self.first_turn;
+        (setup.first_turn, setup.learning, setup.tenants) = (self.first_turn, self.learning, self.keys.weights());
         match self.profile {
-            Some(profile) => {
-                (setup.profile, setup.learning) = (profile, Learning::Off);
-                setup.cache_blocks = profile.cache_blocks;
-            }
+            Some(profile) => (setup.profile, setup.cache_blocks) = (profile, profile.cache_blocks),
             None => {
-                let block_tokens = layout.shape().block_tokens;
-                setup.profile.block_tokens = block_tokens;
-                setup.profile.kv_bytes_per_token = layout.token_len();
-                // A decode node that is out of pages pauses requests: it is never full.
-                setup.profile.decode_tokens_max = u64::MAX >> 1;
+                setup.profile = Self::first_profile(layout);
                 let nodes = u32::try_from(prefill.max(decode)).unwrap_or(u32::MAX);
                 setup.cache_blocks = (BLOCKS_MAX / nodes.max(1)).clamp(NODE_BLOCKS_MIN, NODE_BLOCKS_MAX);
             }
@@ -133,6 +143,8 @@ pub(super) struct Asked<'a> {
     pub(super) name: &'a str,
     pub(super) tokens: u32,
     pub(super) blocks: &'a [RouteHash],
+    /// Whom it is for, as a number.
+    pub(super) tenant: u32,
     /// What the store has of them, if one is followed.
     pub(super) stored: Option<Stored>,
     pub(super) slo: Slo,
@@ -185,7 +197,7 @@ impl Desk {
             id,
             name: named(asked.name),
             tokens: asked.tokens,
-            tenant: 0,
+            tenant: asked.tenant,
             blocks: asked.blocks.to_vec(),
             stored: asked.stored,
             hint: None,

@@ -47,6 +47,32 @@ impl Meters {
         self.registry.counter("millpond_router_refusals_total", help, &[("stage", stage), ("reason", reason)])
     }
 
+    /// Requests of a tenant that ended so.
+    pub(super) fn tenant_requests(&self, tenant: &str, outcome: &str) -> Counter {
+        let labels = [("tenant", tenant), ("outcome", outcome)];
+        self.registry.counter("millpond_router_tenant_requests_total", "Requests by tenant and outcome.", &labels)
+    }
+
+    /// Requests of a tenant that were refused by admission.
+    pub(super) fn tenant_refusals(&self, tenant: &str, stage: &str) -> Counter {
+        let labels = [("tenant", tenant), ("stage", stage)];
+        self.registry.counter(
+            "millpond_router_tenant_refusals_total",
+            "Requests refused by admission, by tenant.",
+            &labels,
+        )
+    }
+
+    /// Tokens of a tenant, of prompts that were served or generated.
+    pub(super) fn tenant_tokens(&self, tenant: &str, kind: &str) -> Counter {
+        let labels = [("tenant", tenant), ("kind", kind)];
+        self.registry.counter(
+            "millpond_router_tenant_tokens_total",
+            "Tokens of prompts and answers, by tenant.",
+            &labels,
+        )
+    }
+
     /// Tries that failed for a node of this role.
     pub(super) fn retries(&self, role: &str) -> Counter {
         let help = "Tries that were repeated because a node failed.";

@@ -3,6 +3,7 @@
 mod decisions;
 mod desk;
 mod follow;
+mod keys;
 mod line;
 mod link;
 mod meters;
@@ -27,6 +28,7 @@ pub(crate) use synthetic::{Gaps, Synthetic, scaled, times};
 pub(crate) use decisions::Seal;
 pub use decisions::{Mismatch, Replayed, explain, replay};
 pub use desk::Scheduling;
+pub use keys::{ApiKeys, Tenant};
 pub use line::{Line, LineLimits, Place};
 pub use prompt::{Answer, Prepared};
 pub use records::Records;

@@ -101,6 +101,8 @@ pub struct Generate {
     pub tbt_slo: Option<Duration>,
     /// Those of higher priority are served first, and longer.
     pub priority: u8,
+    /// Whom it is for, see [`Generator::tenant`]; nobody in particular.
+    pub tenant: Option<String>,
 }
 
 /// What the model's end-of-text token does.
@@ -136,6 +138,7 @@ impl Generate {
             ttft_slo: None,
             tbt_slo: None,
             priority: 0,
+            tenant: None,
         }
     }
 }
@@ -240,6 +243,12 @@ pub enum Failure {
         asked: String,
         /// What there is.
         known: Vec<String>,
+    },
+    /// Only tenants are served here, and this is none.
+    #[error("{what}; send one as `authorization: Bearer KEY`")]
+    Unauthorized {
+        /// What is wrong with its key.
+        what: &'static str,
     },
     /// Nothing to go on from.
     #[error("the prompt is empty; send at least one token")]
@@ -412,6 +421,14 @@ pub trait Generator: Send + Sync + 'static {
     /// # Errors
     /// Why there will be no answer.
     fn generate(&self, request: Generate) -> BoxFuture<'static, Result<Generation, Failure>>;
+
+    /// The name of the tenant whose API key that is; `None` where everybody is served.
+    ///
+    /// # Errors
+    /// [`Failure::Unauthorized`].
+    fn tenant(&self, _key: Option<&str>) -> Result<Option<String>, Failure> {
+        Ok(None)
+    }
 
     /// What is known about request `id`, for people and programs; `None` once it is forgotten.
     fn explain(&self, id: &str) -> Option<Value>;

@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 
 use super::desk::{Admitted, Asked, Desk, NodeCounts, Refused, Scheduling};
 use super::follow::{Follower, Sought};
+use super::keys::ApiKeys;
 use super::line::{Line, LineLimits, Place};
 use super::link::{Link, Lost, Timers};
 use super::meters::Meters;
@@ -89,6 +90,7 @@ struct Inner {
     desk: Desk,
     /// What the store has, if there is one.
     store: Option<Follower>,
+    keys: ApiKeys,
     /// Stopped when whoever still waits is to be sent away.
     abandoned: Stop,
 }
@@ -156,6 +158,7 @@ impl Router {
             limits,
             desk,
             store,
+            keys: scheduling.keys.clone(),
             abandoned: Stop::new(),
         };
         Ok(Self { inner: Arc::new(inner) })
@@ -266,6 +269,10 @@ impl Generator for Router {
             }
         }
         .boxed()
+    }
+
+    fn tenant(&self, key: Option<&str>) -> Result<Option<String>, Failure> {
+        Ok(self.inner.keys.tenant(key)?.map(|tenant| tenant.name.clone()))
     }
 
     fn explain(&self, id: &str) -> Option<Value> {
@@ -404,11 +411,13 @@ impl Inner {
         let slo = Slo { ttft: ttft - waited.min(ttft), tbt: request.tbt_slo.unwrap_or(common.tbt) };
         let prefill_down = unavailable(self.prefills.iter().map(|node| &node.down), &tries.prefills);
         let decode_down = unavailable(self.decodes.iter().map(|node| &node.down), &tries.decodes);
-        let sought = self.store.as_ref().map(|store| store.seek("", &prepared.tokens));
+        let tenant = request.tenant.as_deref().unwrap_or_default();
+        let sought = self.store.as_ref().map(|store| store.seek(tenant, &prepared.tokens));
         let asked = Asked {
             name: &request.id,
             tokens: prepared.prompt_tokens(),
             blocks: chain,
+            tenant: self.keys.number(tenant),
             stored: sought.as_ref().map(|sought| sought.stored),
             slo,
             priority: request.priority,
@@ -462,9 +471,9 @@ impl Inner {
             stop_tokens: prepared.stop_tokens.clone(),
             prefill: choice.prefill.as_ref().map(|node| node.known.address.clone()).unwrap_or_default(),
             tbt_slo_ns: choice.slo.tbt.as_nanos(),
+            tenant: request.tenant.clone().unwrap_or_default(),
             ttft_slo_ns: choice.slo.ttft.as_nanos().max(1),
             priority: choice.admitted.priority(request.priority).into(),
-            ..GenerateRequest::default()
         };
         let mut stream = choice.decode.known.link.generate(message, &choice.admitted.decision, deadline);
         let mut told = None;

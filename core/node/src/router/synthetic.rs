@@ -21,7 +21,7 @@ use millpond_core::hash::{RouteHash, RouteHasher};
 use millpond_core::layout::{Dtype, Layout, Shape};
 use millpond_core::sched::admission::{self, Ask, Slo};
 use millpond_core::sched::block_cache::BlockCache;
-use millpond_core::sched::conductor::Decision;
+use millpond_core::sched::conductor::{Decision, Learning};
 use millpond_core::sched::cost::{Flows, Profile};
 use millpond_core::sched::placement;
 use millpond_core::time::{Duration, Instant};
@@ -124,6 +124,7 @@ impl Synthetic {
         (scheduling.placement, scheduling.admission) = (self.placement, self.admission);
         (scheduling.slo, scheduling.order) = (self.slo, self.placement.policy.order());
         (scheduling.profile, scheduling.decisions) = (Some(self.profile), self.decisions.clone());
+        scheduling.learning = Learning::Off;
         let mut limits = RouterLimits::default();
         // Who is admitted is for the admission to say, also where it admits everybody.
         limits.line.running_max = usize::from(u16::MAX);

@@ -86,6 +86,7 @@ fn answer() -> Script {
 
 struct Bench {
     router: Router,
+    timers: Timers,
     registry: Registry,
     decodes: Vec<Arc<Fake>>,
 }
@@ -123,8 +124,8 @@ fn scheduled(prefills: usize, scripts: Vec<Vec<Script>>, limits: RouterLimits, s
     let links = decodes.iter().enumerate().map(|(index, link)| known("decode", index, Arc::clone(link) as _)).collect();
     let registry = Registry::new();
     let nodes = Nodes { prefills, decodes: links, store: None };
-    let router = Router::new(toy::card(), nodes, limits, scheduling, timers, &registry).unwrap();
-    Bench { router, registry, decodes }
+    let router = Router::new(toy::card(), nodes, limits, scheduling, timers.clone(), &registry).unwrap();
+    Bench { router, timers, registry, decodes }
 }
 
 fn request(id: &str, prompt: &str) -> Generate {
@@ -307,4 +308,52 @@ fn readiness_names_what_is_missing() {
     // The fakes answer at once, so a turn of the watch is enough.
     assert!(bench.router.watch().now_or_never().is_none());
     assert_eq!(bench.router.ready(), Ok(()));
+}
+
+#[test]
+fn a_tenant_is_counted_by_name_and_its_requests_carry_it_to_the_nodes() {
+    let mut scheduling = Scheduling::default();
+    for (name, weight) in [("alice", 3.0), ("bob", 1.0)] {
+        assert!(scheduling.keys.add(Tenant { name: name.into(), weight }, &[format!("sk-{name}")]));
+    }
+    let bench = scheduled(0, vec![vec![answer()]], RouterLimits::default(), &scheduling);
+    assert!(matches!(bench.router.tenant(Some("sk-eve")), Err(Failure::Unauthorized { .. })));
+    let mut asked = request("r", "hi");
+    asked.tenant = bench.router.tenant(Some("sk-bob")).unwrap();
+    assert_eq!(text(block_on(bench.router.generate(asked)).unwrap()).unwrap(), "hello");
+    {
+        let asked = bench.decodes[0].asked.lock();
+        assert_eq!(asked[0].tenant, "bob");
+        assert_eq!((asked[0].tbt_slo_ns, asked[0].ttft_slo_ns), (10_000_000_000, 120_000_000_000), "the router's own");
+    }
+    assert_eq!(bench.router.explain("r").unwrap()["tenant"], "bob");
+    // Others in its batch would be too slow for it.
+    let _held = block_on(bench.router.generate(request("other", "hello"))).unwrap();
+    let mut hurried = request("s", "hi");
+    (hurried.tenant, hurried.tbt_slo) = (Some("alice".into()), Some(Duration::from_millis(1)));
+    assert!(block_on(bench.router.generate(hurried)).is_err());
+    let metrics = bench.registry.text();
+    for line in [
+        "millpond_router_tenant_requests_total{tenant=\"bob\",outcome=\"length\"} 1\n",
+        "millpond_router_tenant_requests_total{tenant=\"alice\",outcome=\"failed\"} 1\n",
+        "millpond_router_tenant_refusals_total{tenant=\"alice\",stage=\"early\"} 1\n",
+        "millpond_router_tenant_tokens_total{tenant=\"bob\",kind=\"prompt\"} 2\n",
+        "millpond_router_tenant_tokens_total{tenant=\"bob\",kind=\"generated\"} 5\n",
+    ] {
+        assert!(metrics.contains(line), "{line} in {metrics}");
+    }
+}
+
+#[test]
+fn a_late_refusal_of_a_decode_node_is_counted_and_tells_when_to_come_back() {
+    let late = Script::Items(vec![Err(Lost::Late)]);
+    let bench = bench(1, vec![vec![late, answer()]], RouterLimits::default());
+    let failure = block_on(bench.router.generate(request("r", "hi"))).unwrap_err();
+    let Failure::Overloaded { stage, retry_after, .. } = failure else { panic!("{failure}") };
+    assert!(stage == Stage::Late && retry_after >= Duration::from_secs(1), "{retry_after}");
+    assert!(bench.registry.text().contains("millpond_router_refusals_total{stage=\"late\",reason=\"tbt\"} 1\n"));
+    // It comes back as it was told, and goes before others.
+    block_on((bench.timers.sleep)(retry_after));
+    assert_eq!(text(block_on(bench.router.generate(request("r", "hi"))).unwrap()).unwrap(), "hello");
+    assert_eq!(bench.decodes[0].asked.lock()[1].priority, 1);
 }

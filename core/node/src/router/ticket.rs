@@ -19,6 +19,7 @@ pub(super) struct Ticket {
     pub(super) began: Instant,
     pub(super) token_count: u64,
     id: String,
+    tenant: Option<String>,
     records: Records,
     meters: Meters,
     timers: Timers,
@@ -32,12 +33,16 @@ impl Ticket {
         let began = timers.now();
         records.update(&request.id, |record| {
             *record = json!({"id": request.id, "model": request.model, "outcome": "open", "tries": []});
+            if let Some(tenant) = &request.tenant {
+                record["tenant"] = tenant.as_str().into();
+            }
         });
         let open = meters.open.hold();
         Self {
             began,
             token_count: 0,
             id: request.id.clone(),
+            tenant: request.tenant.clone(),
             records,
             meters,
             timers,
@@ -80,6 +85,9 @@ impl Ticket {
         let first = self.since_began();
         self.meters.first_token.observe(first);
         self.meters.prompt_tokens.add(prompt_tokens);
+        if let Some(tenant) = &self.tenant {
+            self.meters.tenant_tokens(tenant, "prompt").add(prompt_tokens);
+        }
         self.meters.cached_tokens.add(started.cached_tokens.into());
         let prefill = started.prefill.unwrap_or_default();
         self.records.update(&self.id, |record| {
@@ -132,6 +140,9 @@ impl Ticket {
 
     /// There is no answer, or no more of it.
     pub(super) fn failed(&mut self, failure: &Failure) {
+        if let (Some(tenant), Failure::Overloaded { stage, .. }, false) = (&self.tenant, failure, self.ended) {
+            self.meters.tenant_refusals(tenant, stage.name()).add(1);
+        }
         self.end("failed", failure.to_string().into());
     }
 
@@ -140,6 +151,10 @@ impl Ticket {
             return;
         }
         self.meters.requests(outcome).add(1);
+        if let Some(tenant) = &self.tenant {
+            self.meters.tenant_requests(tenant, outcome).add(1);
+            self.meters.tenant_tokens(tenant, "generated").add(self.token_count);
+        }
         let (took, tokens) = (self.since_began().as_micros(), self.token_count);
         self.records.update(&self.id, |record| {
             record["outcome"] = outcome.into();
