@@ -21,7 +21,7 @@ pub mod trace;
 pub use self::batch::mean_of_longest;
 pub use self::memory::INSTANCES_MAX;
 pub use self::outcome::{Fate, Load, Outcome, Served, TenantUse, percentile};
-pub use self::setup::{Baseline, Setup, SetupError, Tenant};
+pub use self::setup::{Baseline, Class, Retries, Setup, SetupError, Tenant};
 
 /// Sends a trace through a cluster.
 ///

@@ -393,7 +393,7 @@ impl Conductor {
                 if is_new {
                     self.shares.on_served(now, tenant, cost);
                 }
-                let resident = Resident { id, tokens, hint, join: answer.join, joined: None };
+                let resident = Resident { id, tokens, hint, tbt: slo.tbt, join: answer.join, joined: None };
                 self.occupancy.reserve(decode, resident);
                 self.dispatch(now, arrival, &placed, rank, ttft, decode);
             }
@@ -571,12 +571,10 @@ impl Conductor {
         hint
     }
 
-    /// Seconds until somebody leaves the decode instances, by the batch there is and how long answers last.
     fn retry_hint(&self, tokens: u32) -> Duration {
         let instance = self.roomiest(tokens);
         let view = self.occupancy.view_now(instance);
-        let left = self.admission.survival().mean(None) / f64::from(view.batch.max(1));
-        span(left * self.profile.decode.seconds(view.batch, view.context)).max(Duration::from_secs(1))
+        self.admission.retry_late(view, &self.profile)
     }
 
     /// A prefill instance was restarted, or turned out to have nothing.

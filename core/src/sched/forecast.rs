@@ -8,7 +8,7 @@ use alloc::vec::Vec;
 
 use super::cost::Profile;
 use super::placement::DecodeView;
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 
 const BUCKETS: usize = 128;
 /// Tokens of a bucket.
@@ -150,6 +150,8 @@ pub struct Resident {
     pub tokens: u32,
     /// What it announced about its answer's length.
     pub hint: Option<u32>,
+    /// Its deadline between tokens: nobody may slow the batch down below it.
+    pub tbt: Duration,
     /// When it joins, or joined, the batch.
     pub join: Instant,
     /// The instance's count of steps when it joined; `None` before that.
@@ -159,10 +161,12 @@ pub struct Resident {
 /// The requests of each decode instance, reserved from the moment they are admitted.
 ///
 /// ```
-/// use millpond_core::sched::forecast::{Occupancy, Resident, Survival};
-/// use millpond_core::{sched::cost::Profile, time::Instant};
+/// use millpond_core::sched::forecast::{Occupancy, Resident};
+/// use millpond_core::time::{Duration, Instant};
 /// let mut occupancy = Occupancy::new(2);
-/// occupancy.reserve(1, Resident { id: 7, tokens: 9_000, hint: None, join: Instant::from_nanos(5), joined: None });
+/// let tbt = Duration::from_millis(100);
+/// occupancy.reserve(1, Resident { id: 7, tokens: 9_000, hint: None, tbt, join: Instant::from_nanos(5), joined: None });
+/// assert_eq!((occupancy.strictest(1), occupancy.strictest(0)), (tbt, Duration::MAX));
 /// assert_eq!((occupancy.view(0).batch, occupancy.view(1).batch, occupancy.view(1).context), (0, 1, 9_000));
 /// occupancy.on_joined(1, 7, Instant::from_nanos(6));
 /// occupancy.on_steps(1, 10);
@@ -274,6 +278,13 @@ impl Occupancy {
         &self.instances[instance as usize].residents
     }
 
+    /// The least deadline between tokens of the requests of an instance, reserved ones included; the longest there is if it
+    /// has none.
+    #[must_use]
+    pub fn strictest(&self, instance: u32) -> Duration {
+        self.instances[instance as usize].residents.iter().map(|one| one.tbt).min().unwrap_or(Duration::MAX)
+    }
+
     /// When the last of those that are on their way to an instance joins; `None` if nobody is.
     #[must_use]
     pub fn last_join(&self, instance: u32) -> Option<Instant> {
@@ -348,7 +359,7 @@ mod tests {
     use crate::time::Duration;
 
     fn resident(id: u64, join: Instant) -> Resident {
-        Resident { id, tokens: 1_000, hint: None, join, joined: None }
+        Resident { id, tokens: 1_000, hint: None, tbt: Duration::MAX, join, joined: None }
     }
 
     #[test]

@@ -2,12 +2,12 @@
 //!
 //! A request is placed and admitted on arrival by the code of [`crate::sched`]; pulls its prefix, waits and is computed;
 //! its KV streams to its decode node while it is computed; there it joins the batch with the next step, is held, or is
-//! refused. The decode node sends the first token when the request joins (an answer of one token is sent by the prefill
+//! refused; who is refused may come back when it was told to. The decode node sends the first token when the request joins (an answer of one token is sent by the prefill
 //! node), so time to first token has the wait for a step's end in it, and gaps between tokens are steps.
 //!
 //! Events of the same moment happen in the order in which they were foreseen, so a run depends on nothing but its inputs.
 
-use alloc::collections::BinaryHeap;
+use alloc::collections::{BTreeMap, BinaryHeap};
 use alloc::vec;
 use alloc::vec::Vec;
 use core::cmp::Reverse;
@@ -15,14 +15,14 @@ use core::cmp::Reverse;
 use super::batch::{Batch, Joining};
 use super::memory::Memory;
 use super::network::Network;
-use super::outcome::{Fate, Load, Outcome, Served};
+use super::outcome::{Fate, Load, Outcome, Served, TenantUse};
 use super::people::{People, Person};
 use super::pipeline::Pipeline;
 use super::random::Random;
 use super::setup::Setup;
 use super::trace::Trace;
 use crate::sched::admission::{Admission, Arrival, Ask, Door, Outlook, Shares, Verdict};
-use crate::sched::cost::{Band, Interval, Work};
+use crate::sched::cost::{Band, Interval, Profile, Work};
 use crate::sched::forecast::{Occupancy, Resident};
 use crate::sched::placement::{Candidate, PrefillView, Prompt};
 use crate::sched::queue::{Line, Waiting, nanos};
@@ -44,6 +44,8 @@ enum Event {
     Step(u32),
     /// A prompt was held for as long as may be.
     Expired(u32),
+    /// Who was refused comes back.
+    Returns(u32),
 }
 
 struct Run {
@@ -65,6 +67,8 @@ struct Run {
     /// When and with which step it joined its batch.
     joined: Instant,
     step: u64,
+    /// How often it comes back if it is refused.
+    tries: u32,
 }
 
 struct PrefillNode {
@@ -78,6 +82,8 @@ struct DecodeNode {
     /// How long the step that is being done takes.
     step: Option<Duration>,
     held: Vec<u32>,
+    /// Deadlines between tokens of those in the batch, and of how many.
+    deadlines: BTreeMap<Duration, u32>,
 }
 
 pub(super) struct Cluster<'a> {
@@ -100,6 +106,10 @@ pub(super) struct Cluster<'a> {
     people: People,
     noise: Random,
     requests: Vec<Run>,
+    /// Decisions so far.
+    turn: u64,
+    /// Which blocks came before.
+    seen: Vec<bool>,
     /// Pulls that wait until another request is computed.
     pulls: Vec<(u32, u32, u32, u64)>,
     matched: Vec<u32>,
@@ -121,7 +131,7 @@ impl<'a> Cluster<'a> {
             by_prefill: vec![0; setup.prefill],
             by_decode: vec![0; setup.decode],
             length_blind_bound: people.length_blind_bound(trace, setup),
-            tenants: vec![Default::default(); weights.len()],
+            tenants: weights.iter().map(|&weight| TenantUse { weight, ..TenantUse::default() }).collect(),
             ..Outcome::default()
         };
         Self {
@@ -144,6 +154,8 @@ impl<'a> Cluster<'a> {
             people,
             noise: Random::new(setup.seed ^ 0x6e6f_6973_6500),
             requests: Vec::with_capacity(trace.requests().len()),
+            turn: 0,
+            seen: vec![false; trace.distinct_blocks() as usize],
             pulls: Vec::new(),
             matched: vec![0; setup.prefill],
             sampled: Instant::ZERO,
@@ -188,6 +200,7 @@ impl<'a> Cluster<'a> {
             Event::Transfers(_) => {}
             Event::Step(node) => self.on_step(node),
             Event::Expired(id) => self.on_expired(id),
+            Event::Returns(id) => self.on_return(id),
         }
     }
 
@@ -211,14 +224,37 @@ impl<'a> Cluster<'a> {
     }
 
     fn on_arrival(&mut self, id: u32) {
+        let request = &self.trace.requests()[id as usize];
+        let (input, output) = (request.input_tokens, request.output_tokens);
+        let Person { hint, tenant, priority, slo, tries } = self.people.next(output);
+        let prefill_least = least(&self.setup.profile, self.trace.blocks_of(request), input, &mut self.seen);
+        let row = Served { at: self.now, input, output, tenant, priority, prefill_least, ..Served::default() };
+        self.out.served.push(row);
+        let ask = Ask { id: u64::from(id), tokens: input, hint, slo, tenant, priority };
+        self.requests.push(Run::new(ask, output, tries));
+        self.decide(id);
+    }
+
+    /// Who was refused is here again, as it was told to: it was promised a place, and has the next higher priority.
+    fn on_return(&mut self, id: u32) {
+        let (row, run) = (&mut self.out.served[id as usize], &mut self.requests[id as usize]);
+        (row.at, row.returns) = (self.now, row.returns + 1);
+        let ask = Ask { priority: row.priority.saturating_add(1), ..run.ask };
+        *run = Run::new(ask, run.output, run.tries - 1);
+        self.out.returns += 1;
+        self.decide(id);
+    }
+
+    /// Places a request and admits it, or refuses it.
+    fn decide(&mut self, id: u32) {
         let (trace, setup) = (self.trace, self.setup);
         let request = &trace.requests()[id as usize];
-        let Person { hint, tenant, priority } = self.people.next(request.output_tokens);
-        let ask = Ask { id: u64::from(id), tokens: request.input_tokens, hint, slo: setup.slo, tenant, priority };
+        let (ask, is_new) = (self.requests[id as usize].ask, self.out.served[id as usize].returns == 0);
         for (node, decode) in (0..).zip(&self.decode) {
             self.occupancy.on_steps(node, decode.batch.steps());
         }
-        self.record.begin(self.now, ask.id, Prompt { tokens: ask.tokens, turn: ask.id }, ask.id);
+        self.record.begin(self.now, ask.id, Prompt { tokens: ask.tokens, turn: self.turn }, self.turn);
+        self.turn += 1;
         let rank = self.view_prefill(trace.blocks_of(request), ask.tokens);
         let placed = self.record.place(&setup.placement, &setup.profile).expect("no simulated node is down");
         let predicted = self.band.interval(placed.chosen.ttft.as_secs_f64());
@@ -229,29 +265,35 @@ impl<'a> Cluster<'a> {
         self.log.push(&mut self.record);
         let predicted = self.band.interval(predicted.expected + answer.door.as_secs_f64());
         let cost = setup.profile.prefill.seconds(placed.chosen.work()) + self.people.decode_cost(request.output_tokens);
-        self.shares.on_asked(self.now, tenant, cost);
-        if let Some(tenant) = self.out.tenants.get_mut(tenant as usize) {
-            tenant.asked += cost;
+        // Who comes back asks for what it asked for before.
+        if is_new {
+            self.shares.on_asked(self.now, ask.tenant, cost);
+            if let Some(tenant) = self.out.tenants.get_mut(ask.tenant as usize) {
+                tenant.asked += cost;
+            }
         }
-        let row = Served {
-            at: self.now,
-            input: ask.tokens,
-            output: request.output_tokens,
-            tenant,
-            priority,
-            ..Served::default()
-        };
-        self.out.served.push(row);
         let decode = answer.decode.unwrap_or(0);
-        self.requests.push(Run::new(ask, request.output_tokens, &placed.chosen, decode, predicted));
-        if answer.verdict == Verdict::Admit {
-            self.requests[id as usize].rank += u16::from(self.shares.favours(tenant));
-            self.shares.on_served(self.now, tenant, cost);
-            self.occupancy
-                .reserve(decode, Resident { id: ask.id, tokens: ask.tokens, hint, join: answer.join, joined: None });
-            self.dispatch(id, &placed.chosen, rank);
+        match answer.verdict {
+            Verdict::Admit => {
+                let favoured = self.shares.favours(ask.tenant);
+                self.requests[id as usize].on_placed(&placed.chosen, decode, predicted, favoured);
+                self.shares.on_served(self.now, ask.tenant, cost);
+                let Ask { tokens, hint, slo, .. } = ask;
+                let resident = Resident { id: ask.id, tokens, hint, tbt: slo.tbt, join: answer.join, joined: None };
+                self.occupancy.reserve(decode, resident);
+                self.dispatch(id, &placed.chosen, rank);
+            }
+            Verdict::Refuse { retry_after, .. } => self.refuse(id, retry_after, Fate::RejectedEarly),
+        }
+    }
+
+    /// Tells a request to come back, which it may do.
+    fn refuse(&mut self, id: u32, retry_after: Duration, fate: Fate) {
+        self.out.refusals += 1;
+        if self.requests[id as usize].tries > 0 {
+            self.foresee(self.now + retry_after, Event::Returns(id));
         } else {
-            self.out.served[id as usize].fate = Fate::RejectedEarly;
+            self.out.served[id as usize].fate = fate;
         }
     }
 
@@ -415,9 +457,9 @@ impl<'a> Cluster<'a> {
     /// A prompt is at its decode node: it joins, waits or is refused. Whether it is there no more.
     fn at_door(&mut self, id: u32) -> bool {
         let run = &self.requests[id as usize];
-        let at =
-            Arrival { arrived: self.out.served[id as usize].at, prefilled: run.prefilled, tbt: self.setup.slo.tbt };
         let node = &mut self.decode[run.decode as usize];
+        let strictest = node.deadlines.first_key_value().map_or(run.ask.slo.tbt, |(&tbt, _)| tbt);
+        let at = Arrival { arrived: self.out.served[id as usize].at, prefilled: run.prefilled, tbt: strictest };
         let (held, ask, decode) = (run.held, run.ask, run.decode);
         let passes = node.held.first().is_some_and(|&first| self.requests[first as usize].rank > run.rank);
         let until = match self.admission.at_door(&ask, at, node.batch.view(), &self.setup.profile) {
@@ -459,14 +501,17 @@ impl<'a> Cluster<'a> {
     fn refuse_late(&mut self, id: u32) {
         let run = &self.requests[id as usize];
         self.occupancy.on_left(run.decode, run.ask.id);
-        let row = &mut self.out.served[id as usize];
-        row.fate = Fate::RejectedLate;
-        self.out.wasted_prefill_s += row.prefill;
+        self.out.wasted_prefill_s += self.out.served[id as usize].prefill;
+        let views = (0..self.setup.decode).zip(0..).map(|(_, node)| self.occupancy.view_now(node));
+        let view = views.min_by_key(|view| (view.batch, view.context)).unwrap_or_default();
+        let retry_after = self.admission.retry_late(view, &self.setup.profile);
+        self.refuse(id, retry_after, Fate::RejectedLate);
     }
 
     fn join(&mut self, id: u32) {
         let run = &self.requests[id as usize];
         let node = &mut self.decode[run.decode as usize];
+        *node.deadlines.entry(run.ask.slo.tbt).or_default() += 1;
         node.batch.join(Joining { id, tokens: run.ask.tokens, output: run.output - 1 });
         if node.step.is_none() {
             let decode = run.decode;
@@ -500,9 +545,16 @@ impl<'a> Cluster<'a> {
         decode.batch.end(took);
         while let Some(id) = self.decode[node as usize].batch.ended() {
             let run = &self.requests[id as usize];
-            let batch = &mut self.decode[node as usize].batch;
+            let DecodeNode { batch, deadlines, .. } = &mut self.decode[node as usize];
             let tbt = batch.tbt(run.step, None);
             batch.on_left(run.ask.tokens, run.output - 1);
+            let left = deadlines.get_mut(&run.ask.slo.tbt).map_or(0, |count| {
+                *count -= 1;
+                *count
+            });
+            if left == 0 {
+                deadlines.remove(&run.ask.slo.tbt);
+            }
             self.finish(id, tbt);
         }
         // Whoever was held may join; one with little context passes one with much that still does not fit.
@@ -544,14 +596,20 @@ impl Run {
         band.on_measured(self.predicted, seconds);
     }
 
-    fn new(ask: Ask, output: u32, chosen: &Candidate, decode: u32, predicted: Interval) -> Self {
+    /// It is served, by these.
+    fn on_placed(&mut self, chosen: &Candidate, decode: u32, predicted: Interval, favoured: bool) {
+        (self.node, self.decode, self.work, self.predicted) = (chosen.instance, decode, chosen.work(), predicted);
+        self.rank += u16::from(favoured);
+    }
+
+    fn new(ask: Ask, output: u32, tries: u32) -> Self {
         Self {
             ask,
             output,
-            node: chosen.instance,
-            decode,
-            work: chosen.work(),
-            predicted,
+            node: 0,
+            decode: 0,
+            work: Work::default(),
+            predicted: Interval { low: 0.0, expected: 0.0, high: 0.0 },
             after: None,
             loaded: true,
             computed: false,
@@ -561,8 +619,18 @@ impl Run {
             prefilled: Instant::ZERO,
             joined: Instant::ZERO,
             step: 0,
+            tries,
         }
     }
+}
+
+/// Seconds of a prompt's prefill if all leading blocks that came before are cached; notes its own.
+pub(super) fn least(profile: &Profile, blocks: &[u64], tokens: u32, seen: &mut [bool]) -> f64 {
+    let at = |block: u64| usize::try_from(block).expect("blocks of a trace index memory");
+    let known = blocks.iter().take_while(|&&block| seen[at(block)]).count();
+    blocks.iter().for_each(|&block| seen[at(block)] = true);
+    let known = u32::try_from(known).unwrap_or(u32::MAX).saturating_mul(profile.block_tokens);
+    profile.prefill.seconds(Work::of_prompt(tokens, known))
 }
 
 /// A factor around 1 with that standard deviation, at least a fifth.

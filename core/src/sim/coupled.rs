@@ -2,7 +2,11 @@
 //!
 //! An instance works in iterations. A plain one computes a whole prompt whenever one waits and has room, while its batch
 //! stands still; else it does a decode step. With chunked prefill an iteration is a step and a chunk of a prompt together.
-//! Everybody is admitted. Requests are placed by [`Setup::placement`]; a policy that would pull takes what is there instead.
+//! Everybody is admitted.
+//!
+//! Requests are placed by [`Setup::placement`]. A policy that knows prefixes or loads counts what a cache-aware router of
+//! coupled instances has to: the line, the prefill after hits, and what an answer of mean length takes in the batch that will be
+//! there (those who wait are part of it). Nothing is pulled.
 
 use alloc::collections::BinaryHeap;
 use alloc::vec;
@@ -10,14 +14,16 @@ use alloc::vec::Vec;
 use core::cmp::Reverse;
 
 use super::batch::{Batch, Joining};
-use super::cluster::{factor, span};
+use super::cluster::{factor, least, span};
 use super::memory::Memory;
 use super::outcome::{Fate, Outcome, Served};
-use super::people::People;
+use super::people::{People, Person};
 use super::random::Random;
 use super::setup::{Baseline, Setup};
 use super::trace::Trace;
+use crate::sched::admission::Slo;
 use crate::sched::cost::Work;
+use crate::sched::forecast::Survival;
 use crate::sched::placement::{self, Policy, PrefillView, Prompt, place_prefill};
 use crate::sched::queue::{Line, Waiting};
 use crate::time::{Duration, Instant};
@@ -25,6 +31,7 @@ use crate::time::{Duration, Instant};
 struct Run {
     node: u32,
     work: Work,
+    slo: Slo,
     first: Instant,
     step: u64,
     first_gap: Duration,
@@ -36,6 +43,8 @@ struct Node {
     batch: Batch,
     /// The prompt that is being computed, and how many of its tokens are done.
     computing: Option<(u32, u32)>,
+    /// Prompts in the line and the one that is being computed, and their tokens.
+    waiting: (u32, u64),
     /// Decodes in this iteration.
     stepping: bool,
     busy: bool,
@@ -55,6 +64,10 @@ pub(super) struct Coupled<'a> {
     nodes: Vec<Node>,
     memory: Memory,
     noise: Random,
+    people: People,
+    /// How long answers are, of those that ended.
+    answers: Survival,
+    seen: Vec<bool>,
     requests: Vec<Run>,
     matched: Vec<u32>,
     out: Outcome,
@@ -67,7 +80,8 @@ impl<'a> Coupled<'a> {
             placement.policy = Policy::LocalPrefix;
         }
         let capacity = setup.cache_blocks.unwrap_or(u32::MAX);
-        let bound = People::new(trace, setup).length_blind_bound(trace, setup);
+        let people = People::new(trace, setup);
+        let bound = people.length_blind_bound(trace, setup);
         Self {
             trace,
             setup,
@@ -78,6 +92,9 @@ impl<'a> Coupled<'a> {
             nodes: (0..setup.coupled).map(|_| Node::default()).collect(),
             memory: Memory::new(setup.coupled, capacity, trace.distinct_blocks(), setup.evict),
             noise: Random::new(setup.seed ^ 0x6e6f_6973_6500),
+            people,
+            answers: Survival::default(),
+            seen: vec![false; trace.distinct_blocks() as usize],
             requests: Vec::with_capacity(trace.requests().len()),
             matched: vec![0; setup.coupled],
             out: Outcome { by_prefill: vec![0; setup.coupled], length_blind_bound: bound, ..Outcome::default() },
@@ -116,12 +133,13 @@ impl<'a> Coupled<'a> {
             self.memory.matches(self.now, blocks, &mut self.matched);
         }
         let rank = self.now.as_nanos();
-        let decode = &self.setup.profile.decode;
+        let Person { tenant, priority, slo, .. } = self.people.next(request.output_tokens);
+        let (decode, answer) = (&self.setup.profile.decode, self.answers.mean(None));
         let views = self.nodes.iter().zip(&self.matched).map(|(node, &matched)| {
-            let batch = node.batch.view();
-            // Whoever decodes more is slower with prompts too: a step is between any two of them.
-            let step = span(decode.seconds(batch.batch, batch.context));
-            PrefillView { wait: node.line.ahead(self.now, rank).wait + step, matched, ..PrefillView::default() }
+            let (batch, waiting) = (node.batch.view(), node.waiting);
+            let context = batch.context + waiting.1 + u64::from(request.input_tokens);
+            let decoding = span(answer * decode.seconds(batch.batch + waiting.0 + 1, context));
+            PrefillView { wait: node.line.ahead(self.now, rank).wait + decoding, matched, ..PrefillView::default() }
         });
         let views: Vec<PrefillView> = views.collect();
         let prompt = Prompt { tokens: request.input_tokens, turn: u64::from(id) };
@@ -137,12 +155,17 @@ impl<'a> Coupled<'a> {
             input: request.input_tokens,
             output: request.output_tokens,
             reused: chosen.reused,
+            prefill_least: least(&self.setup.profile, blocks, request.input_tokens, &mut self.seen),
+            tenant,
+            priority,
             ..Served::default()
         });
         let unknown = Instant::ZERO;
-        self.requests.push(Run { node, work: chosen.work(), first: unknown, step: 0, first_gap: Duration::ZERO });
+        self.requests.push(Run { node, work: chosen.work(), slo, first: unknown, step: 0, first_gap: Duration::ZERO });
         let waiting = Waiting { id: u64::from(id), rank, cost: chosen.prefill };
-        self.nodes[node as usize].line.push(waiting);
+        let target = &mut self.nodes[node as usize];
+        target.line.push(waiting);
+        target.waiting = (target.waiting.0 + 1, target.waiting.1 + u64::from(request.input_tokens));
         if !self.nodes[node as usize].busy {
             self.begin(node);
         }
@@ -157,7 +180,8 @@ impl<'a> Coupled<'a> {
             let requests = &self.requests;
             let room = |waiting: &Waiting| {
                 let tokens = requests[usize::try_from(waiting.id).expect("requests index memory")].work.total();
-                batch.batch == 0 || batch.context + u64::from(tokens) <= profile.decode_tokens_max
+                let has_place = self.setup.together.is_none_or(|most| batch.batch < most);
+                batch.batch == 0 || has_place && batch.context + u64::from(tokens) <= profile.decode_tokens_max
             };
             // First come, first served: who has no room keeps the others waiting.
             let mut first = true;
@@ -219,6 +243,7 @@ impl<'a> Coupled<'a> {
         node.computing = None;
         run.first = self.now;
         let request = &self.trace.requests()[id as usize];
+        node.waiting = (node.waiting.0 - 1, node.waiting.1 - u64::from(request.input_tokens));
         self.memory.unpin(self.now, number, self.trace.blocks_of(request), id);
         if node.batch.view().batch == 0 {
             node.stepped = self.now;
@@ -240,7 +265,8 @@ impl<'a> Coupled<'a> {
     }
 
     fn end(&mut self, id: u32, tbt: Duration) {
-        let (row, slo) = (&mut self.out.served[id as usize], self.setup.slo);
+        let (row, slo) = (&mut self.out.served[id as usize], self.requests[id as usize].slo);
+        self.answers.on_ended(row.output, None);
         (row.ttft, row.tbt) = (self.requests[id as usize].first.since(row.at), tbt);
         let effective = row.ttft <= slo.ttft && tbt <= slo.tbt;
         row.fate = if effective { Fate::Effective } else { Fate::Missed };

@@ -33,13 +33,15 @@ pub enum Fate {
 pub struct Served {
     /// What became of it.
     pub fate: Fate,
-    /// When it came.
+    /// When it came; of those who came back, the last time.
     pub at: Instant,
+    /// How often it came back after it was refused.
+    pub returns: u32,
     /// Tokens of its prompt.
     pub input: u32,
     /// Tokens of its answer.
     pub output: u32,
-    /// To its first token; zero if it was refused.
+    /// To its first token, from the last time it came; zero if it was refused.
     pub ttft: Duration,
     /// The mean of the longest tenth of the gaps between its tokens; zero if it was refused or has one token.
     pub tbt: Duration,
@@ -47,6 +49,8 @@ pub struct Served {
     pub reused: u32,
     /// Seconds that its prefill took.
     pub prefill: f64,
+    /// Seconds that it would take alone, if whatever came before were cached: nobody can send a first token sooner.
+    pub prefill_least: f64,
     /// Its tenant.
     pub tenant: u32,
     /// Its priority.
@@ -78,6 +82,8 @@ pub struct TenantUse {
     pub asked: f64,
     /// Got, of requests served within both deadlines.
     pub served: f64,
+    /// Its weight in fair sharing.
+    pub weight: f64,
 }
 
 /// Everything that a run found. Rows are in the order of arrival.
@@ -102,7 +108,7 @@ pub struct Outcome {
     /// Decode tokens of requests served within both deadlines.
     pub goodput_tokens: u64,
     /// Requests that could be served within their deadline between tokens by whoever does not know how long answers are:
-    /// the batches that fit, always full, from the first arrival to the last.
+    /// the batches that fit, always full, from the first arrival to the last; by [`Setup::slo`](super::Setup::slo).
     pub length_blind_bound: f64,
     /// By tenant.
     pub tenants: Vec<TenantUse>,
@@ -112,6 +118,10 @@ pub struct Outcome {
     pub by_decode: Vec<u32>,
     /// Prompts whose prefix was believed to be where it was not.
     pub stale: u32,
+    /// How often somebody was refused; who came back and was served counts here and nowhere else as refused.
+    pub refusals: u32,
+    /// How often somebody came back when told to.
+    pub returns: u32,
     /// Requests that were held at a door.
     pub held: u32,
     /// Prompts that pulled a prefix.
@@ -204,12 +214,65 @@ impl Outcome {
     /// By decile of output length, the shortest first: the share of requests served within both deadlines.
     #[must_use]
     pub fn deciles(&self) -> [f64; 10] {
+        self.deciles_by(|one| one.output)
+    }
+
+    fn deciles_by(&self, length: fn(&Served) -> u32) -> [f64; 10] {
         let mut order: Vec<&Served> = self.served.iter().collect();
-        order.sort_by_key(|one| one.output);
+        order.sort_by_key(|one| length(one));
         core::array::from_fn(|decile| {
             let part = &order[decile * order.len() / 10..(decile + 1) * order.len() / 10];
             mean(part.iter().map(|one| f64::from(u8::from(one.fate == Fate::Effective))))
         })
+    }
+
+    /// Requests that could have been served within their deadlines beside those that were: [`Outcome::length_blind_bound`] less
+    /// [`Outcome::effective`]; below zero for who chooses well whom to serve.
+    #[must_use]
+    pub fn regret(&self) -> f64 {
+        self.length_blind_bound - self.effective() as f64
+    }
+
+    /// Mean seconds to the first token of those that were served, less what is left with an endless cache that all share and
+    /// nobody waiting ([`Served::prefill_least`]).
+    #[must_use]
+    pub fn ttft_regret(&self) -> f64 {
+        mean(self.answered().map(|one| one.ttft.as_secs_f64() - one.prefill_least))
+    }
+
+    /// Decode tokens of requests served within both deadlines, per second until the last request ended.
+    #[must_use]
+    pub fn goodput_tokens_per_s(&self) -> f64 {
+        self.goodput_tokens as f64 / self.ended.since(Instant::ZERO).as_secs_f64().max(f64::MIN_POSITIVE)
+    }
+
+    /// Of those who came back, the share that was served.
+    #[must_use]
+    pub fn returns_served(&self) -> f64 {
+        let back = self.served.iter().filter(|one| one.returns > 0);
+        mean(back.map(|one| f64::from(u8::from(matches!(one.fate, Fate::Effective | Fate::Missed)))))
+    }
+
+    /// How far the worst-off tenant is below its max-min fair share of what was served, as a part of that share; 0 if nobody
+    /// is.
+    #[must_use]
+    pub fn unfairness(&self) -> f64 {
+        let mut order: Vec<&TenantUse> = self.tenants.iter().collect();
+        order.sort_by(|a, b| (a.asked / a.weight).total_cmp(&(b.asked / b.weight)));
+        let mut left: f64 = order.iter().map(|one| one.served).sum();
+        let mut weights: f64 = order.iter().map(|one| one.weight).sum();
+        let short = order.into_iter().map(|one| {
+            let fair = one.asked.min(left * one.weight / weights);
+            (left, weights) = (left - fair, weights - one.weight);
+            if fair > 0.0 { 1.0 - one.served / fair } else { 0.0 }
+        });
+        short.fold(0.0, f64::max)
+    }
+
+    /// By decile of input length, the shortest first: the share of requests served within both deadlines.
+    #[must_use]
+    pub fn input_deciles(&self) -> [f64; 10] {
+        self.deciles_by(|one| one.input)
     }
 
     fn answered(&self) -> impl Iterator<Item = &Served> {
@@ -266,6 +329,22 @@ mod tests {
         );
         assert_eq!((outcome.hit_blocks_pct(512), outcome.hit_tokens_pct()), (50.0, 51.2));
         assert_eq!(Outcome::default().ttft_percentile(99.0), Duration::ZERO);
+    }
+
+    #[test]
+    fn the_worst_off_tenant_is_found_beside_its_fair_share() {
+        let of = |uses: [(f64, f64, f64); 2]| {
+            let uses = uses.map(|(asked, served, weight)| TenantUse { asked, served, weight });
+            let outcome = Outcome { tenants: uses.to_vec(), ..Outcome::default() };
+            (outcome.unfairness() * 1e6).round_ties_even() / 1e6
+        };
+        // 50 are served: all 10 of the first, 40 of the second; or 25 each.
+        assert_eq!((of([(10.0, 10.0, 1.0), (90.0, 40.0, 1.0)]), of([(10.0, 8.0, 1.0), (90.0, 42.0, 1.0)])), (0.0, 0.2));
+        assert_eq!(
+            (of([(90.0, 40.0, 1.0), (90.0, 10.0, 1.0)]), of([(90.0, 40.0, 4.0), (90.0, 10.0, 1.0)])),
+            (0.6, 0.0)
+        );
+        assert_eq!(of([(0.0, 0.0, 1.0), (0.0, 0.0, 1.0)]), 0.0);
     }
 
     #[test]

@@ -4,14 +4,20 @@ use alloc::vec::Vec;
 
 use super::cluster::normal;
 use super::random::Random;
-use super::setup::Setup;
+use super::setup::{Retries, Setup};
 use super::trace::Trace;
+use crate::sched::admission::Slo;
 
 pub(super) struct People {
     random: Random,
     /// Shares of the requests, added up.
     tenants: Vec<f64>,
-    urgent: f64,
+    /// Shares of the requests, added up.
+    classes: Vec<(f64, Slo, u8)>,
+    slo: Slo,
+    retries: Retries,
+    /// Who comes back: of its own, so that nothing else changes with it.
+    returning: Random,
     hint_noise: Option<f64>,
     /// Requests that fit into a batch within the deadline between tokens.
     batch: f64,
@@ -23,6 +29,9 @@ pub(super) struct Person {
     pub(super) hint: Option<u32>,
     pub(super) tenant: u32,
     pub(super) priority: u8,
+    pub(super) slo: Slo,
+    /// How often it comes back if it is refused.
+    pub(super) tries: u32,
 }
 
 impl People {
@@ -33,6 +42,12 @@ impl People {
             sum
         });
         let tenants = tenants.collect();
+        let mut sum = 0.0;
+        let classes = setup.classes.iter().map(|class| {
+            sum += class.share;
+            (sum, class.slo, class.priority)
+        });
+        let classes = classes.collect();
         let requests = trace.requests();
         let context =
             |sum, one: &super::trace::Request| sum + f64::from(one.input_tokens) + f64::from(one.output_tokens) / 2.0;
@@ -42,7 +57,10 @@ impl People {
         Self {
             random: Random::new(setup.seed ^ 0x7065_6f70_6c65),
             tenants,
-            urgent: setup.urgent,
+            classes,
+            slo: setup.slo,
+            retries: setup.retries,
+            returning: Random::new(setup.seed ^ 0x7265_7475_726e),
             hint_noise: setup.hint_noise,
             batch,
             token: tbt / batch.max(1.0),
@@ -51,12 +69,15 @@ impl People {
 
     /// The next request's. The same numbers are drawn whatever the setup, so that runs can be compared request by request.
     pub(super) fn next(&mut self, output: u32) -> Person {
-        let (whose, urgent, noise) = (self.random.unit(), self.random.unit(), normal(&mut self.random));
+        let (whose, class, noise) = (self.random.unit(), self.random.unit(), normal(&mut self.random));
         let whose = whose * self.tenants.last().copied().unwrap_or(0.0);
         let tenant = u32::try_from(self.tenants.iter().take_while(|&&end| end <= whose).count()).unwrap_or(u32::MAX);
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // floats saturate
         let hint = self.hint_noise.map(|deviation| (f64::from(output) * libm::exp(deviation * noise)).max(1.0) as u32);
-        Person { hint, tenant, priority: u8::from(urgent < self.urgent) }
+        let class = self.classes.iter().find(|(end, ..)| class < *end);
+        let (slo, priority) = class.map_or((self.slo, 0), |&(_, slo, priority)| (slo, priority));
+        let tries = if self.returning.unit() < self.retries.share { self.retries.tries } else { 0 };
+        Person { hint, tenant, priority, slo, tries }
     }
 
     /// Seconds of an instance that decoding so many tokens costs.

@@ -31,6 +31,8 @@ pub struct Setup {
     pub coupled: usize,
     /// What coupled instances do beside a plain one.
     pub baseline: Baseline,
+    /// Requests that a coupled instance works on together, at most; 1: one after the other. `None`: as many as fit.
+    pub together: Option<u32>,
     /// What the nodes cost.
     pub profile: Profile,
     /// Who serves a request.
@@ -39,8 +41,12 @@ pub struct Setup {
     pub order: Option<Order>,
     /// Whether a request is served.
     pub admission: admission::Options,
-    /// The deadlines of all requests.
+    /// The deadlines of requests of no class.
     pub slo: admission::Slo,
+    /// Requests with deadlines and a priority of their own; the rest has [`Setup::slo`] and priority 0.
+    pub classes: Vec<Class>,
+    /// Whether those who are refused come back.
+    pub retries: Retries,
     /// Blocks that each node caches; `None`: without limit.
     pub cache_blocks: Option<u32>,
     /// One cache of all nodes' blocks together, which each reads like its own memory.
@@ -65,8 +71,6 @@ pub struct Setup {
     pub hint_noise: Option<f64>,
     /// Tenants, none for no distinction.
     pub tenants: Vec<Tenant>,
-    /// Share of requests that have priority 1 instead of 0.
-    pub urgent: f64,
     /// Seeds the noise, who is whose, and `random`.
     pub seed: u64,
     /// How often loads are sampled.
@@ -89,6 +93,45 @@ pub struct Tenant {
     pub offered: f64,
     /// Its weight in fair sharing.
     pub weight: f64,
+}
+
+/// Some of the requests.
+///
+/// ```
+/// use millpond_core::sched::admission::Slo;
+/// use millpond_core::sim::{Class, Setup};
+/// let slo = Slo { ttft: millpond_core::time::Duration::from_secs(5), ..Slo::default() };
+/// let mut setup = Setup::default();
+/// setup.classes = vec![Class { share: 0.1, slo, priority: 1 }];
+/// assert_eq!(setup.check(), Ok(()));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Class {
+    /// Its part of all requests, 0 to 1.
+    pub share: f64,
+    /// Their deadlines.
+    pub slo: admission::Slo,
+    /// Their priority.
+    pub priority: u8,
+}
+
+/// Whether those who are refused come back when they were told to.
+///
+/// Example: [`Setup::retries`] takes `Retries { share: 0.5, tries: 2 }`.
+///
+/// ```
+/// use millpond_core::sim::{Retries, Setup, run, trace::Synthetic};
+/// let mut setup = Setup::default();
+/// setup.retries = Retries { share: 1.0, tries: 3 };
+/// let trace = Synthetic { requests: 10, ..Synthetic::default() }.trace();
+/// assert_eq!(run(&trace, &setup).unwrap().returns, 0); // nobody was refused
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Retries {
+    /// The share of clients who do, 0 to 1.
+    pub share: f64,
+    /// How often each of them does, at most.
+    pub tries: u32,
 }
 
 /// What a coupled instance does beside running prompts whole, one at a time, before decode steps: never both, as in vLLM 0.5.1.
@@ -116,11 +159,14 @@ impl Default for Setup {
             decode: 8,
             coupled: 0,
             baseline: Baseline::default(),
+            together: None,
             profile,
             placement: placement::Options::default(),
             order: None,
             admission: admission::Options::default(),
             slo: admission::Slo::default(),
+            classes: Vec::new(),
+            retries: Retries::default(),
             cache_blocks: Some(profile.cache_blocks),
             pooled: false,
             evict: evict::Kind::Lru,
@@ -133,7 +179,6 @@ impl Default for Setup {
             decode_noise: 0.0,
             hint_noise: None,
             tenants: Vec::new(),
-            urgent: 0.0,
             seed: 0,
             sample: Duration::from_secs(1),
         }
@@ -152,9 +197,9 @@ pub enum SetupError {
     Mixed,
     /// More than [`INSTANCES_MAX`] of a kind.
     TooMany,
-    /// A share, a noise or a weight out of its range.
+    /// A share, shares that add up to more than all, a noise or a weight out of its range.
     OutOfRange,
-    /// A pipeline without nodes, chunks without tokens, or samples without time between them.
+    /// A pipeline without nodes, chunks without tokens, samples without time between them, or instances that work on nothing.
     Zero,
 }
 
@@ -165,7 +210,7 @@ impl core::fmt::Display for SetupError {
             Self::Mixed => f.write_str("coupled instances are simulated alone; set prefill and decode to 0"),
             Self::TooMany => write!(f, "at most {INSTANCES_MAX} instances of a kind"),
             Self::OutOfRange => f.write_str("shares are 0 to 1, noises 0 or more, weights above 0"),
-            Self::Zero => f.write_str("pipeline, chunk and sample are above 0"),
+            Self::Zero => f.write_str("pipeline, chunk, sample and together are above 0"),
         }
     }
 }
@@ -193,13 +238,15 @@ impl Setup {
         let tenant = |tenant: &Tenant| tenant.offered > 0.0 && tenant.weight > 0.0;
         let noises = [self.prefill_noise, self.decode_noise, self.hint_noise.unwrap_or(0.0)];
         if !(share(self.event_loss)
-            && share(self.urgent)
+            && share(self.retries.share)
+            && self.classes.iter().all(|class| share(class.share))
+            && share(self.classes.iter().map(|class| class.share).sum())
             && noises.into_iter().all(noise)
             && self.tenants.iter().all(tenant))
         {
             return Err(SetupError::OutOfRange);
         }
-        if self.pipeline == 0 || self.chunk == 0 || self.sample == Duration::ZERO {
+        if self.pipeline == 0 || self.chunk == 0 || self.together == Some(0) || self.sample == Duration::ZERO {
             return Err(SetupError::Zero);
         }
         Ok(())

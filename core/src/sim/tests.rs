@@ -199,6 +199,79 @@ fn coupled_instances_stall_decodes_and_chunks_share_the_time() {
 }
 
 #[test]
+fn a_refused_request_comes_back_when_told_to_with_a_higher_priority() {
+    let requests = trace(&[(0, 512, 100, &[0]), (0, 1_024, 100, &[1, 2])]);
+    let with = |policy, retries| {
+        let mut setup = setup(2, 1);
+        (setup.admission.policy, setup.slo.tbt, setup.retries) = (policy, Duration::from_micros(11_500), retries);
+        run(&requests, &setup).unwrap()
+    };
+    let nobody = with(admission::Policy::Late, Retries { share: 0.0, tries: 9 });
+    assert_eq!((nobody.served[1].fate, nobody.refusals, nobody.returns), (Fate::RejectedLate, 1, 0));
+    // Computed at 1,024 and refused; an answer is thought to take 300 steps of 11 ms, so it is back at 4.3 s, when the
+    // first is over, finds its prompt cached, and computes one token.
+    let all = with(admission::Policy::Late, Retries { share: 1.0, tries: 1 });
+    let row = all.served[1];
+    assert_eq!((row.fate, row.returns, row.ttft.as_micros(), row.priority), (Fate::Effective, 1, 1_000, 0));
+    assert!((4_200..4_400).contains(&row.at.as_nanos().div_ceil(1_000_000)), "{:?}", row.at);
+    assert_eq!((all.refusals, all.returns, all.returns_served(), all.wasted_prefill_s), (1, 1, 1.0, 1.024));
+    // Refused for as long as the first runs, it gives up after its tries.
+    let early = with(admission::Policy::EarlyUniform, Retries { share: 1.0, tries: 1 });
+    assert_eq!((early.served[1].fate, early.refusals, early.returns), (Fate::RejectedEarly, 2, 1));
+}
+
+#[test]
+fn each_request_is_judged_by_its_own_deadlines_and_nobody_slows_down_the_strict() {
+    let requests = trace(&[(0, 512, 100, &[0]), (0, 1_024, 100, &[1, 2])]);
+    let of = |milli: u64| admission::Slo { ttft: Duration::from_secs(30), tbt: Duration::from_micros(milli) };
+    let with = |policy, strict, rest| {
+        let mut setup = setup(2, 1);
+        (setup.admission.policy, setup.slo) = (policy, rest);
+        setup.classes = alloc::vec![Class { share: 0.5, slo: strict, priority: 1 }];
+        // A seed that puts the first into the class and the second not.
+        setup.seed = (0..99)
+            .find(|&seed| {
+                setup.seed = seed;
+                run(&requests, &setup).unwrap().served.iter().map(|row| row.priority).eq([1, 0])
+            })
+            .unwrap();
+        run(&requests, &setup).unwrap().served.iter().map(|row| row.fate).collect::<Vec<_>>()
+    };
+    let (strict, lenient) = (of(11_500), of(50_000));
+    assert_eq!(with(admission::Policy::None, strict, lenient), [Fate::Missed, Fate::Effective]);
+    assert_eq!(with(admission::Policy::Late, strict, lenient), [Fate::Effective, Fate::RejectedLate]);
+    assert_eq!(with(admission::Policy::Millpond, strict, lenient)[0], Fate::Effective);
+    assert_eq!(with(admission::Policy::Late, lenient, lenient), [Fate::Effective; 2]);
+}
+
+#[test]
+fn regret_is_what_lies_between_a_run_and_what_could_have_been() {
+    let requests = trace(&[(0, 1_024, 3, &[0, 1]), (0, 512, 3, &[9]), (5_000, 1_536, 3, &[0, 1, 2])]);
+    let outcome = run(&requests, &setup(1, 1)).unwrap();
+    let least: Vec<f64> = outcome.served.iter().map(|row| (row.prefill_least * 1e3).round_ties_even()).collect();
+    assert_eq!(least, [1_024.0, 512.0, 512.0]);
+    // One of the first two waits for the other.
+    assert!(outcome.ttft_regret() > 0.1 && outcome.ttft_regret() < 0.4, "{}", outcome.ttft_regret());
+    assert!((outcome.regret() - (outcome.length_blind_bound - 3.0)).abs() < 1e-9);
+    assert!(outcome.goodput_tokens_per_s() > 1.0, "{}", outcome.goodput_tokens_per_s());
+}
+
+#[test]
+fn coupled_instances_share_what_decodes_and_may_work_one_by_one() {
+    // A shared block saves 512 ms; a third answer beside two takes 300 steps of 13 ms instead of 11. So the second goes where the
+    // block is, and the third to where nobody decodes.
+    let requests = trace(&[(0, 512, 1_000, &[0]), (700, 600, 1_000, &[0, 1]), (1_400, 600, 2, &[0, 2])]);
+    let two = Setup { coupled: 2, baseline: Baseline::PrefixCaching, ..setup(0, 0) };
+    let mut shares = run(&requests, &two).unwrap().by_prefill;
+    shares.sort_unstable();
+    assert_eq!(shares, [1, 2]);
+    // 999 steps of 11 ms after the first token at 512, then 512 ms for the second.
+    let requests = trace(&[(0, 512, 1_000, &[0]), (600, 512, 2, &[1])]);
+    let with = |together| ttfts(&run(&requests, &Setup { coupled: 1, together, ..setup(0, 0) }).unwrap())[1];
+    assert_eq!((with(None), with(Some(1))), (523_000, 512_000 + 999 * 11_000 + 512_000 - 600_000));
+}
+
+#[test]
 fn coupled_instances_reuse_prefixes_only_if_they_keep_them() {
     let requests = trace(&[(0, 1_024, 2, &[0, 1]), (5_000, 1_536, 2, &[0, 1, 2])]);
     let with = |baseline| ttfts(&run(&requests, &Setup { coupled: 1, baseline, ..setup(0, 0) }).unwrap())[1];
@@ -210,7 +283,10 @@ fn a_run_is_the_same_bit_for_bit_whatever_is_switched_on() {
     let trace = Synthetic { requests: 100, rate: 3.0, ..Synthetic::default() }.trace();
     let mut setup = Setup { prefill: 4, decode: 3, seed: 5, pipeline: 2, ..Setup::default() };
     (setup.prefill_noise, setup.decode_noise, setup.hint_noise) = (0.1, 0.1, Some(0.5));
-    (setup.staleness, setup.event_loss, setup.urgent) = (Duration::from_secs(1), 0.01, 0.1);
+    (setup.staleness, setup.event_loss) = (Duration::from_secs(1), 0.01);
+    let slo = admission::Slo { tbt: Duration::from_millis(200), ..setup.slo };
+    (setup.classes, setup.retries) =
+        (alloc::vec![Class { share: 0.1, slo, priority: 1 }], Retries { share: 0.5, tries: 2 });
     setup.tenants = alloc::vec![Tenant { offered: 1.0, weight: 1.0 }, Tenant { offered: 2.0, weight: 1.0 }];
     (setup.cache_blocks, setup.evict) = (Some(500), evict::Kind::S3Fifo);
     let mut hashes = Vec::new();
@@ -243,5 +319,12 @@ fn a_setup_that_makes_no_sense_is_refused() {
     assert_eq!(refused(|setup| setup.event_loss = 1.5), SetupError::OutOfRange);
     assert_eq!(refused(|setup| setup.prefill_noise = f64::NAN), SetupError::OutOfRange);
     assert_eq!(refused(|setup| setup.chunk = 0), SetupError::Zero);
+    assert_eq!(refused(|setup| setup.together = Some(0)), SetupError::Zero);
+    assert_eq!(refused(|setup| setup.retries.share = 1.1), SetupError::OutOfRange);
+    let half = Class { share: 0.6, slo: admission::Slo::default(), priority: 0 };
+    assert_eq!(
+        run(&trace(&[]), &Setup { classes: alloc::vec![half; 2], ..Setup::default() }),
+        Err(SetupError::OutOfRange)
+    );
     assert_eq!(run(&trace(&[]), &Setup::default()).unwrap().served.len(), 0);
 }

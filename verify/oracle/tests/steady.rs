@@ -97,7 +97,10 @@ fn decisions_allocate_nothing() {
         band.on_measured(ttft, ttft.expected * 1.1);
         verdicts[usize::from(answer.verdict == Verdict::Admit)] += 1;
         if let (Verdict::Admit, Some(decode)) = (answer.verdict, answer.decode) {
-            occupancy.reserve(decode, Resident { id, tokens, hint: None, join: answer.join, joined: None });
+            occupancy.reserve(
+                decode,
+                Resident { id, tokens, hint: None, tbt: ask.slo.tbt, join: answer.join, joined: None },
+            );
             occupancy.on_joined(decode, id, now);
         }
         // Answers last 30 seconds.

@@ -200,6 +200,22 @@ impl Admission {
         }
     }
 
+    /// When a request that its decode instance refuses late is to come back: when somebody leaves the batch `view` of the
+    /// instance with most room, as long as answers last; a second at least.
+    ///
+    /// ```
+    /// use millpond_core::sched::admission::{Admission, Options};
+    /// use millpond_core::sched::{cost::Profile, placement::DecodeView};
+    /// let view = DecodeView { batch: 10, context: 100_000, ..DecodeView::default() };
+    /// let hint = Admission::new(Options::default()).retry_late(view, &Profile::default());
+    /// assert_eq!(hint.as_millis() / 100, 17); // a tenth of 300 steps of 60 ms
+    /// ```
+    #[must_use]
+    pub fn retry_late(&self, view: DecodeView, profile: &Profile) -> Duration {
+        let steps = self.survival.mean(None) / f64::from(view.batch.max(1));
+        span(steps * profile.decode.seconds(view.batch, view.context)).max(Duration::from_secs(1))
+    }
+
     /// An answer ended after `tokens`, `lasted` after it joined.
     pub fn on_ended(&mut self, now: Instant, tokens: u32, hint: Option<u32>, lasted: Duration) {
         self.survival.on_ended(tokens, hint);
@@ -270,12 +286,14 @@ impl Admission {
         };
         let favour = f64::from(ask.priority) + if shares.favours(ask.tenant) { 1.0 } else { 0.0 };
         let place = profile.decode.per_request + profile.decode.per_token * f64::from(ask.tokens);
-        let allowed = ask.slo.tbt.as_secs_f64() + favour * self.options.bonus * place;
+        // Those who are there must not be slowed down below their deadlines either.
+        let tbt = ask.slo.tbt.min(occupancy.strictest(decode)).as_secs_f64();
+        let allowed = tbt + favour * self.options.bonus * place;
         let slow = |step: Step| if step.batch > 1.0 { exceeds(allowed, step.seconds, step.spread) } else { 0.0 };
         // Those who were promised a place later must find it, too.
         let last = occupancy.last_join(decode).filter(|&last| last > judged);
         let then = last.map_or(0.0, |last| slow(forecast(decode, last)));
-        let door = first(join, judged, |at| forecast(decode, at).seconds <= ask.slo.tbt.as_secs_f64()).since(join);
+        let door = first(join, judged, |at| forecast(decode, at).seconds <= tbt).since(join);
         let spread = (outlook.ttft.high - outlook.ttft.low) / (2.0 * 1.645);
         let late = exceeds(ask.slo.ttft.as_secs_f64(), outlook.ttft.expected + door.as_secs_f64(), spread);
         let cost = self.price.cost(outlook.prefill + place * survival.mean(ask.hint), self.options.turns);

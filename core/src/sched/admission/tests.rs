@@ -17,7 +17,10 @@ fn occupied(batch: u64, joined: bool, join: Instant) -> Occupancy {
     let mut occupancy = Occupancy::new(2);
     for instance in 0..2 {
         for id in 0..batch {
-            occupancy.reserve(instance, Resident { id, tokens: 12_000, hint: None, join, joined: joined.then_some(0) });
+            occupancy.reserve(
+                instance,
+                Resident { id, tokens: 12_000, hint: None, tbt: Slo::default().tbt, join, joined: joined.then_some(0) },
+            );
         }
     }
     occupancy

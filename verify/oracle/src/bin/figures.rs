@@ -101,7 +101,8 @@ impl Bench {
                 setup.tenants =
                     value.split(':').map(|part| Tenant { offered: part.parse().expect("parts"), weight: 1.0 }).collect()
             }
-            "urgent" => setup.urgent = float(),
+            "together" => setup.together = Some(small()),
+            "retries" => setup.retries = millpond_core::sim::Retries { share: float(), tries: 3 },
             _ => panic!("no such name: {name}"),
         }
     }
