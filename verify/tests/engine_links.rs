@@ -7,7 +7,7 @@ use millpond_node::engine::{
     Arrival, Backing, Batch, Cause, Class, DowngradeReason, Engine, Far, Options, Peer, RefusalReason, Region, Rights,
     Status, Via,
 };
-use millpond_node::runtime::{Runtime, Stop};
+use millpond_node::runtime::{Runtime, Stop, blocking};
 use millpond_tokio::Tokio;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -113,6 +113,46 @@ fn bytes_arrive_over_shm_both_ways() {
         let batch = Batch::new().via(Via::Shm).write(region.carve(0, 64).unwrap().freeze(), remote.whole());
         assert!(pair.here.submit(batch).unwrap().await.is_done());
         move_everything(&pair, Via::Shm).await;
+    });
+}
+
+#[test]
+fn a_small_read_of_shared_memory_is_made_at_once_by_who_waits_for_it_and_explained() {
+    run(|runtime| async move {
+        let pair = pair(runtime.clone(), 24, |_| {}).await;
+        let (shared, into) = (pair.there.allocate(4096, Backing::Memfd), pair.here.allocate(4096, Backing::Memfd));
+        let (shared, into) = (shared.unwrap(), into.unwrap());
+        let bytes = pattern(3, 4096);
+        let grant = pair.there.grant_read(vec![filled(&shared, 0, &bytes)]).unwrap();
+        let remote = pair.here.attach(&pair.to_there, &grant.token()).unwrap();
+        let read = || {
+            let batch = Batch::with_capacity(1).via(Via::Shm);
+            batch.read(remote.extent(100, 1000).unwrap(), into.carve(0, 1000).unwrap())
+        };
+        let waited = |batch| {
+            let engine = pair.here.blocking();
+            blocking(&runtime, move || engine.run(batch).unwrap())
+        };
+        // The owner is asked once.
+        assert!(waited(read()).await.is_done());
+        let (before, report) = (pair.here.statistics(), waited(read()).await);
+        let after = pair.here.statistics();
+        let moved = (after.transfers_done - before.transfers_done, after.bytes_read - before.bytes_read);
+        assert_eq!((moved, report.via()), ((1, 1000), Some(Via::Shm)));
+        let why = pair.here.explain(report.id()).unwrap().to_string();
+        assert!(why.contains("without asking"), "{why}");
+        assert!(report.into_buffers().unwrap()[0][..] == bytes[100..1100]);
+        drop(grant);
+        // The owner notices in its next turn; until then the grant is still there.
+        let stale = loop {
+            let mut report = waited(read()).await;
+            if !report.is_done() {
+                assert_eq!(report.take_buffer(0).map(|buffer| buffer.len()), Some(1000));
+                break report;
+            }
+        };
+        let Status::Failed(failure) = &stale.outcomes()[0].status else { panic!("it is not done") };
+        assert_eq!((&failure.cause, failure.far), (&Cause::Refused { reason: RefusalReason::Stale }, Far::Untouched));
     });
 }
 

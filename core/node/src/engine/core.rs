@@ -16,6 +16,7 @@ use millpond_core::batch::RegionId;
 use millpond_core::slab::Handle;
 use millpond_core::time::Instant;
 use millpond_hal::fabric::{self, FabricWake};
+use millpond_hal::fork::ForkMark;
 use millpond_hal::sync::{Desk, Held};
 use parking_lot::Mutex;
 
@@ -69,6 +70,7 @@ pub(super) struct Core {
     refused: AtomicU64,
     pub(super) staging: Staging,
     pub(super) openings: Mutex<Openings>,
+    mark: ForkMark,
 }
 
 impl std::fmt::Debug for Core {
@@ -117,6 +119,8 @@ impl Core {
         let wake_fd = rustix::io::fcntl_dupfd_cloexec(shard.fabric.wake_fd(), 0)
             .map_err(|error| StartError::System { what: "a descriptor", why: error.to_string() })?;
         let waker = shard.fabric.waker();
+        let mark = ForkMark::new()
+            .map_err(|error| StartError::System { what: "a page of its own", why: error.to_string() })?;
         Ok(Self {
             options,
             clock,
@@ -144,6 +148,7 @@ impl Core {
             refused: AtomicU64::new(0),
             staging: Staging::default(),
             openings: Mutex::default(),
+            mark,
         })
     }
 
@@ -158,6 +163,25 @@ impl Core {
         let output = work(&mut shard);
         self.release(shard);
         output
+    }
+
+    /// Runs `work` on the shard, unless somebody else is at it.
+    pub(super) fn try_locked<T>(&self, work: impl FnOnce(&mut Shard) -> T) -> Option<T> {
+        let mut shard = self.desk.try_lock()?;
+        self.grant_wishes(&mut shard);
+        let output = work(&mut shard);
+        self.release(shard);
+        Some(output)
+    }
+
+    /// Whether batches are taken at all.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_shut_down() || self.mark.is_in_child()
+    }
+
+    /// Names the next transfer.
+    pub(super) fn next_id(&self) -> TransferId {
+        TransferId(self.next_transfer.fetch_add(1, Ordering::Relaxed))
     }
 
     /// One turn, unless somebody else is at it: `None`. Whoever spins has the time already, and reading it is a good
@@ -271,7 +295,7 @@ impl Core {
             self.refused.fetch_add(1, Ordering::Relaxed);
             return Err(SubmitError { kind, batch });
         }
-        let id = TransferId(self.next_transfer.fetch_add(1, Ordering::Relaxed));
+        let id = self.next_id();
         let shared = Arc::new(Shared::new(id, Arc::clone(self)));
         self.open.fetch_add(1, Ordering::Relaxed);
         let transfer = Transfer::new(Arc::clone(&shared));
@@ -291,6 +315,9 @@ impl Core {
     }
 
     fn refusal(&self, batch: &Batch) -> Option<SubmitErrorKind> {
+        if self.mark.is_in_child() {
+            return Some(SubmitErrorKind::Forked);
+        }
         if self.is_shut_down() {
             return Some(SubmitErrorKind::ShutDown);
         }

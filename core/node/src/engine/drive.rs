@@ -77,21 +77,25 @@ impl Core {
     /// Drives the shard on this thread until a transfer is over.
     pub(super) fn drive_until(&self, transfer: &Transfer) -> Report {
         let _here = Here::enter(self);
-        let mut quiet_since = self.now();
+        let mut now = self.now();
+        let mut quiet_since = now;
         let mut spin_end = quiet_since + self.options.spin;
         let mut is_due_awaited = false;
         loop {
-            if let Some(report) = transfer.take_report() {
-                return report;
-            }
-            let now = self.now();
-            if self.try_turn(now) == Some(true) {
-                let now = self.now();
+            let worked = self.try_turn(now) == Some(true);
+            if worked {
                 if now > quiet_since + self.options.spin {
                     self.waits.note(now.since(quiet_since));
                 }
                 self.caller_turns.fetch_add(1, Relaxed);
                 self.spin_paid();
+            }
+            // Before the clock is read again: what ended in its first turn reads it once.
+            if let Some(report) = transfer.take_report() {
+                return report;
+            }
+            now = self.now();
+            if worked {
                 (quiet_since, spin_end, is_due_awaited) = (now, now + self.options.spin, false);
                 continue;
             }
@@ -111,6 +115,7 @@ impl Core {
                     spin_end = self.now() + self.spin_span();
                 }
             }
+            now = self.now();
         }
     }
 

@@ -212,9 +212,6 @@ impl Shard {
         let statistics = &mut self.statistics;
         statistics.requests += u64::try_from(report.outcomes.len()).unwrap_or(u64::MAX);
         *(if status == Status::Done { &mut statistics.transfers_done } else { &mut statistics.transfers_failed }) += 1;
-        if self.explained.len() == EXPLAIN_MAX {
-            self.explained.pop_front();
-        }
         let why = match (asked, report.via) {
             (_, None) => "no lane was there",
             (Via::Auto, Some(Via::Local)) => "the peer is this engine",
@@ -225,7 +222,7 @@ impl Shard {
             (Via::Auto, _) => "the best lane that was open",
             _ => "the caller named it",
         };
-        self.explained.push_back(Explanation {
+        self.keep_explanation(Explanation {
             id: report.id,
             requests: u32::try_from(report.outcomes.len()).unwrap_or(u32::MAX),
             bytes: report.outcomes.iter().map(|outcome| outcome.bytes).sum(),
@@ -241,6 +238,14 @@ impl Shard {
             status,
         });
         shared.complete(report);
+    }
+
+    /// Of the latest batches.
+    pub(super) fn keep_explanation(&mut self, explanation: Explanation) {
+        if self.explained.len() == EXPLAIN_MAX {
+            self.explained.pop_front();
+        }
+        self.explained.push_back(explanation);
     }
 
     fn on_link_down(&mut self, link: LinkId, reason: LinkDownReason, now: Instant) {

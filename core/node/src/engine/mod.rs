@@ -12,6 +12,7 @@
 #![allow(clippy::result_large_err)] // a batch that was not started comes back in the error, by design
 
 mod act;
+mod at_once;
 mod batch;
 mod blocking;
 mod copy;

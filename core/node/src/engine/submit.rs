@@ -62,4 +62,7 @@ pub enum SubmitErrorKind {
     /// The engine was shut down.
     #[error("the engine was shut down")]
     ShutDown,
+    /// This process is a forked child of the one that started the engine: nothing of it works here.
+    #[error("this process was forked from the one whose engine it is; start another engine here")]
+    Forked,
 }
