@@ -16,7 +16,7 @@ use millpond_hal::conformance::player::Player;
 use millpond_hal::conformance::untouchable::Untouchable;
 use millpond_node::engine::{
     Arrival, AttachError, Backing, Batch, Cause, Engine, Far, Fence, FenceState, Gpus, Mode, Options, Peer, Region,
-    Report, Rights, Status, Via,
+    Report, Rights, Status, SubmitErrorKind, Via,
 };
 use millpond_node::files::{FileService, RemoteFile, Sync, is_done};
 use millpond_node::node::{self, Node};
@@ -131,9 +131,16 @@ fn memory_of_a_device_goes_to_a_peer_and_comes_from_it_through_buffers() {
             let remote = here.engine.attach(&peer, &target.token()).unwrap();
             let source = gpu.carve(100, LEN).unwrap().freeze();
             let batch = || Batch::new().write(source.clone(), remote.whole());
-            let named = here.engine.submit(batch().via(via)).unwrap_err();
-            assert!(named.to_string().contains("two halves"), "{named}");
+            let named = here.engine.submit(batch().via(Via::Cuda)).unwrap_err();
+            assert!(matches!(named.kind, SubmitErrorKind::NoPath { .. }), "{named}");
             drop(named);
+            // The transport that is named is that of the half to the peer.
+            let report = here.engine.submit(batch().via(via)).unwrap().await;
+            assert!(report.is_done(), "{:?}", report.outcomes());
+            let why = here.engine.explain(report.id()).unwrap();
+            assert_eq!(why.legs, [(Via::Cuda, via)], "{why}");
+            assert!(why.to_string().contains(&format!("in over cuda and out over {via}")), "{why}");
+            drop(report);
             let arrival = Arrival { counter: 4, amount: 1 };
             let (arrived, report) = futures::join!(target.arrived(arrival, Duration::from_secs(60)), async {
                 here.engine.submit(batch().arrival(arrival)).unwrap().await
@@ -162,6 +169,26 @@ fn memory_of_a_device_goes_to_a_peer_and_comes_from_it_through_buffers() {
             assert!(matches!(cause(&report, 0), Some(Cause::Refused { .. })), "{:?}", report.outcomes());
             assert_eq!(report.take_buffer(0).map(|buffer| buffer.len()), Some(4096));
         }
+    });
+}
+
+#[test]
+fn a_transport_that_is_named_for_memory_of_a_device_and_cannot_be_had_is_waited_for_once() {
+    // Three times as many rounds as there are buffers.
+    const LEN: u64 = 40 << 20;
+    run(|runtime| async move {
+        let here = Here::new(&runtime, 1, &[Via::Local, Via::Shm, Via::Tcp]);
+        let there = Here::new(&runtime, 2, &[Via::Local, Via::Tcp]);
+        let peer = joined(&here, &there).await;
+        let gpu = here.region(LEN, Mode::Leased);
+        let memory = there.engine.allocate(LEN, Backing::Memfd).unwrap();
+        let target = there.engine.grant_write(vec![memory.carve(0, LEN).unwrap()]).unwrap();
+        let remote = here.engine.attach(&peer, &target.token()).unwrap();
+        let batch = Batch::new().write(gpu.carve(0, LEN).unwrap().freeze(), remote.whole()).via(Via::Shm);
+        let report = here.engine.submit(batch).unwrap().await;
+        assert!(matches!(cause(&report, 0), Some(Cause::NoPath { via: Via::Shm, .. })), "{:?}", report.outcomes());
+        let once = here.engine.options().connect_deadline;
+        assert!(report.elapsed() < once + once, "{:?}", report.elapsed());
     });
 }
 

@@ -132,6 +132,7 @@ impl Shard {
             retries: 0,
             paths: Considered::default(),
             ends: Vec::new(),
+            legs: Vec::new(),
             peer: source.region.peer().inner.key,
             elapsed: Some(made.elapsed),
             status: Status::Done,

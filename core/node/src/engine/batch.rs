@@ -108,6 +108,14 @@ impl Request {
         }
     }
 
+    /// Whether some of the memory that it names lies in another process.
+    pub(super) fn reaches_a_peer(&self) -> bool {
+        match self {
+            Self::Copy { source, target } => !source.is_own() || !target.is_own(),
+            _ => !self.remote().is_own(),
+        }
+    }
+
     pub(super) fn is_write(&self) -> bool {
         matches!(self, Self::Write { .. } | Self::WriteRaw { .. })
     }
@@ -294,8 +302,8 @@ impl Batch {
 
     /// Adds a copy from memory of one peer, or a file, into that of another, none of it memory of this batch. The engine
     /// fetches it into buffers of its own and sends it on from there, piece by piece, several at a time; a byte is written only
-    /// after its piece was read as a whole. Such a batch names no transport, and its [arrival](Batch::arrival) counts for its
-    /// writes. Returns the request's index.
+    /// after its piece was read as a whole. A transport that the batch [names](Batch::via) is that of the halves that join a
+    /// peer, and its [arrival](Batch::arrival) counts for its writes. Returns the request's index.
     ///
     /// # Panics
     /// If the two lengths differ.

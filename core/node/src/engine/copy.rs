@@ -72,8 +72,14 @@ pub(super) struct Job {
     /// When all of it ends, done or not.
     pub(super) end: Option<Instant>,
     pub(super) parent: Option<Arc<Shared>>,
+    /// The transport of the halves that join a peer.
+    pub(super) via: Via,
     pub(super) used: parking_lot::Mutex<Option<Via>>,
+    /// Over what buffers were filled, and over what they were emptied; each once.
+    pub(super) legs: parking_lot::Mutex<Vec<(Via, Via)>>,
     pub(super) retries: AtomicU32,
+    /// Why the named transport does not reach a peer, once that is known: what is left need not find out again.
+    pub(super) unreached: parking_lot::Mutex<Option<Cause>>,
 }
 
 /// Who moves the halves.
@@ -148,7 +154,7 @@ impl<R: Runtime> Hands<'_, R> {
             }
         }
         let wanted: Vec<bool> = statuses.iter().map(|status| status.failed.is_none()).collect();
-        let rounds = rounds(copies, |index| wanted[index]);
+        let rounds = rounds(copies, |index| wanted[index], self.job.via != Via::Auto);
         let ended = stream::iter(rounds.into_iter().map(|round| async move {
             let (base, _held) = stages.take().await;
             self.round(&stages.region, base, copies, round).await
@@ -190,6 +196,8 @@ impl<R: Runtime> Hands<'_, R> {
                 return ended;
             }
         };
+        let filled_over = report.via();
+        self.job.retries.fetch_add(report.retries(), Relaxed);
         let mut batch = Batch::with_capacity(read.len());
         let mut written = Vec::new();
         for (index, piece) in read.iter().enumerate() {
@@ -217,6 +225,7 @@ impl<R: Runtime> Hands<'_, R> {
                     }
                 }
                 self.job.on_half(&report);
+                self.job.on_legs(filled_over, report.via());
             }
             Err((cause, _)) => ended.extend(written.into_iter().map(|copy| (copy, fail(cause.clone())))),
         }
@@ -229,7 +238,7 @@ impl<R: Runtime> Hands<'_, R> {
             _ if self.job.parent.as_ref().is_some_and(|parent| parent.is_cancelled()) => Err(Cause::Cancelled),
             Some(end) if self.runtime.now() >= end => Err(Cause::Deadline),
             _ if self.core.is_shut_down() => Err(Cause::ShutDown),
-            _ => Ok(()),
+            _ => self.job.unreached.lock().clone().map_or(Ok(()), Err),
         }
     }
 
@@ -240,6 +249,9 @@ impl<R: Runtime> Hands<'_, R> {
         let deadline = self.runtime.now() + patience;
         let mut batch = batch.class(self.job.class);
         batch.settings.progress_deadline = self.job.progress_deadline;
+        if self.job.via != Via::Auto && batch.requests.iter().all(|request| !request.remote().is_own()) {
+            batch.settings.via = self.job.via;
+        }
         // Bounded by the deadline: every further round sleeps.
         loop {
             if batch.is_empty() {
@@ -255,7 +267,9 @@ impl<R: Runtime> Hands<'_, R> {
                     if let Some(parent) = &self.job.parent {
                         parent.adopt(&transfer);
                     }
-                    return Ok(transfer.await);
+                    let report = transfer.await;
+                    self.job.note_unreached(&report);
+                    return Ok(report);
                 }
                 Err(refused) => refused,
             };
@@ -264,7 +278,8 @@ impl<R: Runtime> Hands<'_, R> {
                 SubmitErrorKind::Busy { retry_after } if now < deadline => {
                     self.runtime.sleep(retry_after.max(Duration::from_millis(1))).await;
                 }
-                SubmitErrorKind::ShutDown => return Err((Cause::ShutDown, batch)),
+                SubmitErrorKind::NoPath { via, why } => return Err((Cause::NoPath { via, why }, batch)),
+                SubmitErrorKind::ShutDown | SubmitErrorKind::Forked => return Err((Cause::ShutDown, batch)),
                 _ => return Err((Cause::Overload, batch)),
             }
         }
@@ -282,6 +297,31 @@ impl Job {
         self.retries.fetch_add(report.retries(), Relaxed);
         if report.via().is_some() {
             *self.used.lock() = report.via();
+        }
+    }
+}
+
+/// Pairs of transports that are told apart in an explanation, at most.
+const LEGS_MAX: usize = 8;
+
+impl Job {
+    fn on_legs(&self, filled: Option<Via>, emptied: Option<Via>) {
+        let (Some(filled), Some(emptied)) = (filled, emptied) else { return };
+        let mut legs = self.legs.lock();
+        if legs.len() < LEGS_MAX && !legs.contains(&(filled, emptied)) {
+            legs.push((filled, emptied));
+        }
+    }
+
+    fn note_unreached(&self, report: &Report) {
+        let cause = |outcome: &super::Outcome| match &outcome.status {
+            Status::Failed(Failure { cause: cause @ Cause::NoPath { .. }, .. }) => Some(cause.clone()),
+            _ => None,
+        };
+        if self.via != Via::Auto
+            && let Some(cause) = report.outcomes().iter().find_map(cause)
+        {
+            self.unreached.lock().get_or_insert(cause);
         }
     }
 }
@@ -319,12 +359,18 @@ fn worse(a: Far, b: Far) -> Far {
     if a == b { a } else { Far::Unknown }
 }
 
-/// The pieces of all copies, as many to a buffer as fit.
-fn rounds(copies: &[Copy], is_wanted: impl Fn(usize) -> bool) -> Vec<Vec<Piece>> {
+/// The pieces of all copies, as many to a buffer as fit. `is_sorted`: a round joins a peer on the same side in all its copies.
+fn rounds(copies: &[Copy], is_wanted: impl Fn(usize) -> bool, is_sorted: bool) -> Vec<Vec<Piece>> {
+    let sides = |copy: &Copy| (copy.source.is_own(), copy.target.is_own());
     let mut rounds: Vec<Vec<Piece>> = vec![Vec::new()];
     let mut free = 0;
     for (index, copy) in copies.iter().enumerate().filter(|(index, _)| is_wanted(*index)) {
         let mut at = 0;
+        let before = rounds.last().and_then(|round| round.last()).map(|piece| sides(&copies[piece.copy]));
+        if is_sorted && before.is_some_and(|before| before != sides(copy)) {
+            rounds.push(Vec::new());
+            free = 0;
+        }
         // Bounded by the length: every round of this loop takes a byte, or opens a buffer and takes one then.
         while at < copy.target.len() || copy.target.is_empty() && at == 0 {
             let skew = (copy.target.offset() + at) % ALIGN;

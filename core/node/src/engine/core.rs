@@ -329,16 +329,17 @@ impl Core {
             return Some(SubmitErrorKind::TooLarge { bytes, bytes_max });
         }
         let via = batch.settings.via;
-        if via != Via::Auto && batch.requests.iter().any(Request::is_staged) {
-            let why = "it goes through buffers in two halves, which take a path each";
-            return Some(SubmitErrorKind::NoPath { via, why });
-        }
         if !self.options.allows(via) {
             return Some(SubmitErrorKind::NoPath { via, why: "the transport is switched off here" });
         }
         if via != Via::Auto {
-            let is_wrong = |is_self: bool| is_self != matches!(via, Via::Local | Via::File | Via::Cuda);
-            if batch.requests.iter().any(|request| is_wrong(request.remote().region.peer().is_self())) {
+            let is_own = matches!(via, Via::Local | Via::File | Via::Cuda);
+            // Of what goes through buffers that is said of the halves that join a peer; there has to be one.
+            let is_right = |request: &Request| match request.is_staged() {
+                true => !is_own && request.reaches_a_peer(),
+                false => is_own == request.remote().region.peer().is_self(),
+            };
+            if !batch.requests.iter().all(is_right) {
                 let why =
                     "the peer is this engine itself for `local`, `file` and `cuda`, and another process for the others";
                 return Some(SubmitErrorKind::NoPath { via, why });

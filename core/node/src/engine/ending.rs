@@ -233,6 +233,7 @@ impl Shard {
             retries: report.retries,
             paths,
             ends: Vec::new(),
+            legs: Vec::new(),
             peer,
             elapsed: Some(report.elapsed),
             status,

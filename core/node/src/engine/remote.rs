@@ -131,4 +131,9 @@ impl RemoteExtent {
         }
         Ok(Self { region: self.region.clone(), offset: self.offset + offset, len })
     }
+
+    /// Whether it lies in memory, a file or a device of this engine.
+    pub(super) fn is_own(&self) -> bool {
+        self.region.peer().is_self()
+    }
 }

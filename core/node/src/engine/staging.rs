@@ -20,17 +20,19 @@ use futures::future::{Either, select};
 use futures::join;
 use futures::task::AtomicWaker;
 use millpond_core::quiet::Far;
+use millpond_core::slab::Handle;
 use millpond_core::time::Duration;
 use millpond_hal::contract::{Fence, FenceState};
 use millpond_hal::fabric;
 use parking_lot::Mutex;
 use rustix::event::EventfdFlags;
 
-use super::batch::{Batch, Request};
+use super::batch::{Batch, Request, Via};
 use super::copy::{Copy, Hands, Job, STAGES, Stages};
 use super::core::Core;
 use super::own::attach_own;
 use super::remote::RemoteExtent;
+use super::statistics::{Considered, Explanation};
 use super::transfer::{Cause, Failure, Outcome, Report, Shared, Status};
 use super::{RegionBuf, RegionToken};
 use crate::runtime::{Readiness, Runtime};
@@ -156,6 +158,7 @@ async fn stage<R: Runtime>(
         progress_deadline: settings.progress_deadline,
         end: settings.deadline.map(|span| start + span),
         parent: Some(Arc::clone(shared)),
+        via: settings.via,
         ..Job::default()
     };
     let hands = Hands { core, runtime, job: &job };
@@ -194,7 +197,32 @@ async fn stage<R: Runtime>(
         outcomes.iter_mut().for_each(|outcome| outcome.status = Status::Failed(failure.clone()));
     }
     let (via, retries) = (*job.used.lock(), job.retries.load(Relaxed));
-    Report { outcomes, batch, id: shared.id, elapsed: core.now().since(start), via, retries }
+    let report = Report { outcomes, batch, id: shared.id, elapsed: core.now().since(start), via, retries };
+    if !copies.is_empty() {
+        let explanation = explanation(&report, job.legs.into_inner());
+        core.locked(|shard| shard.keep_explanation(explanation));
+    }
+    report
+}
+
+fn explanation(report: &Report, legs: Vec<(Via, Via)>) -> Explanation {
+    let failed = report.outcomes.iter().find(|outcome| outcome.status != Status::Done);
+    Explanation {
+        id: report.id,
+        requests: u32::try_from(report.outcomes.len()).unwrap_or(u32::MAX),
+        bytes: report.outcomes.iter().map(|outcome| outcome.bytes).sum(),
+        class: report.batch.settings.class,
+        asked: report.batch.settings.via,
+        used: report.via,
+        why: "through buffers of this engine, since no path joins both sides",
+        retries: report.retries,
+        paths: Considered::default(),
+        ends: Vec::new(),
+        legs,
+        peer: Handle::default(),
+        elapsed: Some(report.elapsed),
+        status: failed.map_or(Status::Done, |outcome| outcome.status.clone()),
+    }
 }
 
 /// Sorts a request in.

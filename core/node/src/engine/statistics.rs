@@ -162,6 +162,8 @@ pub struct Explanation {
     pub paths: Considered,
     /// Where each path leads that was ever open.
     pub ends: Vec<(PathId, PathEnd)>,
+    /// Of what went through buffers of this engine: over what they were filled, and over what they were emptied.
+    pub legs: Vec<(Via, Via)>,
     /// The first peer of the batch.
     pub(super) peer: Handle,
     /// From submission to its end; `None` while it runs.
@@ -180,6 +182,9 @@ impl std::fmt::Display for Explanation {
         match self.used {
             Some(used) => write!(f, "went over {used} ({why}), {retries} retries, ")?,
             None => write!(f, "never left the queue, ")?,
+        }
+        for (filled, emptied) in &self.legs {
+            write!(f, "in over {filled} and out over {emptied}, ")?;
         }
         for (path, verdict, slices) in self.paths.paths() {
             write!(f, "{}", paths::name(path))?;
