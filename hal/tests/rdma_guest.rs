@@ -440,7 +440,7 @@ fn session(nic: Nic) -> Session {
     let mut stream = loop {
         match TcpStream::connect((peer.as_str(), PORT)) {
             Ok(stream) => break stream,
-            Err(error) => assert!(now().since(start) < Duration::from_secs(60), "no other guest: {error}"),
+            Err(error) => assert!(now().since(start) < Duration::from_secs(180), "no other guest: {error}"),
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     };

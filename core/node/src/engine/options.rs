@@ -30,7 +30,8 @@ pub struct Options {
     pub identity: Identity,
     /// The shared key of the cluster; `None`: peers are not authenticated.
     pub key: Option<Key>,
-    /// The certificates of this node; `None`: lanes are not encrypted.
+    /// The certificates of this node; `None`: sessions and lanes are not encrypted. What goes over shared memory and over
+    /// rails never is, only the sessions by which those come to be: leave them out of `transports` where that will not do.
     pub tls: Option<Tls>,
     /// Whether payloads over tcp carry a checksum of our own: CRC-32C of what this engine writes and reads, at about 0.1 ms
     /// of CPU per MiB on each side. Damage is [`RefusalReason::Damaged`](super::RefusalReason). Default: TCP's own.
