@@ -204,8 +204,9 @@ pub struct Options {
 
 impl Default for Options {
     /// A long hold and a low level belong together: prompts that are held keep decode instances full, so few have to be
-    /// admitted on luck, and few are computed in vain.
+    /// admitted on luck, and few are computed in vain. With less hold, decode instances run dry while prompts are computed and
+    /// the loads of both sides swing against each other.
     fn default() -> Self {
-        Self { policy: Policy::Millpond, level: 0.15, hold: Duration::from_secs(10), bonus: 1.0, turns: 4 }
+        Self { policy: Policy::Millpond, level: 0.1, hold: Duration::from_secs(12), bonus: 1.0, turns: 4 }
     }
 }

@@ -7,7 +7,10 @@ mod advise;
 mod cache_only;
 mod chart;
 mod cluster;
+mod details;
 pub(super) mod file;
+mod knobs;
+mod paper;
 mod report;
 #[cfg(test)]
 mod tests;
@@ -20,7 +23,7 @@ use futures::channel::mpsc;
 use millpond_core::evict::Kind;
 use millpond_core::sched::{admission, placement};
 use millpond_core::sim::cache::Eviction;
-use millpond_core::sim::trace::{BLOCK_TOKENS, Trace};
+use millpond_core::sim::trace::{BLOCK_TOKENS, Synthetic, Trace};
 use millpond_core::sim::{Baseline, Setup};
 use millpond_core::time::Duration;
 
@@ -32,7 +35,8 @@ use chart::number;
 /// Arguments of `replay`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// A JSON object a line: timestamp (ms), input_length, output_length (tokens), hash_ids (one for each 512 tokens).
+    /// A JSON object a line: timestamp (ms), input_length, output_length (tokens), hash_ids (one for each 512 tokens). Or the word
+    /// `synthetic`: the simulated workload of arXiv 2407.00079.
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
     /// One cache, without time: what would be found in it?
@@ -90,10 +94,26 @@ pub(super) struct Args {
     /// What more DRAM and SSD would save, and whether a pool or disaggregation pays for this trace, at the first --speed.
     #[arg(long, conflicts_with_all = ["cache_only", "coupled"])]
     advise: bool,
+    /// The published figures that can be computed from this trace, each beside its authors'; others are pending.
+    #[arg(long, conflicts_with_all = ["cache_only", "coupled", "advise", "report", "knobs", "policy", "admission", "speed"])]
+    paper: bool,
+    /// Show everything that was counted: percentiles, deciles, tenants, regret, oscillation, who came back.
+    #[arg(long, conflicts_with_all = ["cache_only", "advise", "paper"])]
+    details: bool,
+    /// Turns a knob of the simulator; may come several times. `--help` lists them.
+    #[arg(long = "set", value_name = "NAME=VALUE", long_help = knobs::help(), conflicts_with = "cache_only")]
+    knobs: Vec<String>,
+    /// What nodes cost, from a TOML file: block_tokens, kv_bytes_per_token, cache_blocks, decode_tokens_max; prefill.fixed_s, linear_s,
+    /// quadratic_s; decode.fixed_s, per_request_s, per_token_s; link.bytes_per_second, latency_s.
+    #[arg(long, value_name = "FILE.toml", conflicts_with_all = ["cache_only", "paper"])]
+    profile: Option<PathBuf>,
     /// Write a page with plots, for a browser, here.
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
 }
+
+/// In the place of a trace's path.
+const SYNTHETIC: &str = "synthetic";
 
 /// Blocks of a cache; `None`: without limit.
 type Capacity = Option<NonZeroU32>;
@@ -144,10 +164,14 @@ impl std::str::FromStr for Named {
 }
 
 pub(super) async fn run(args: Args, output: &mut Output<'_>) -> Result<Exit, Failure> {
-    let trace = std::sync::Arc::new(file::read(&args.trace).map_err(|error| Failure::Said(error.to_string()))?);
+    let trace = std::sync::Arc::new(args.read()?);
     let facts = Facts::new(&args.trace.display().to_string(), &trace);
     if output.format == Format::Text {
         output.line(&format!("{facts}\n"), serde_json::Value::Null)?;
+    }
+    if args.paper {
+        paper::run(&trace, args.seeds, Duration::from_millis(args.jitter.into())).await?.write(output)?;
+        return Ok(Exit::Done);
     }
     let sections = if args.cache_only {
         let table = cache_only::run(&trace, &args.evictions(), &args.capacities()).await?;
@@ -180,8 +204,27 @@ impl Args {
         if self.evict.is_empty() { Eviction::ALL.map(Named).into() } else { self.evict.clone() }
     }
 
+    /// The trace, or the workload.
+    fn read(&self) -> Result<Trace, Failure> {
+        if self.trace.as_os_str() == SYNTHETIC {
+            return Ok(self.panel()?.workload.trace());
+        }
+        file::read(&self.trace).map_err(|error| Failure::Said(error.to_string()))
+    }
+
+    /// All knobs as they were turned.
+    fn panel(&self) -> Result<knobs::Panel, Failure> {
+        let mut panel = knobs::Panel { setup: Setup::default(), workload: Synthetic::default() };
+        if let Some(path) = &self.profile {
+            panel.setup.profile = knobs::profile(path)?;
+            panel.setup.cache_blocks = Some(panel.setup.profile.cache_blocks);
+        }
+        self.knobs.iter().try_for_each(|setting| knobs::turn(&mut panel, setting))?;
+        Ok(panel)
+    }
+
     fn plan(&self) -> Result<cluster::Plan, Failure> {
-        let mut setup = Setup::default();
+        let mut setup = self.panel()?.setup;
         (setup.prefill, setup.decode) = (self.prefill, self.decode);
         if let Some(coupled) = self.coupled {
             (setup.prefill, setup.decode, setup.coupled) = (0, 0, coupled);
@@ -203,7 +246,8 @@ impl Args {
             [Named(Eviction::Kind(kind))] => setup.evict = kind,
             [Named(policy)] => {
                 let known = Kind::ALL.map(Kind::name).join(", ");
-                let text = format!("{} sees whole traces, a cluster's caches cannot; one of {known}", policy.name());
+                let text =
+                    format!("{} is for --cache-only; the caches of a cluster take one of {known}", policy.name());
                 return Err(Failure::Usage(text));
             }
             _ => return Err(several("--evict")),
@@ -214,6 +258,7 @@ impl Args {
             speeds: self.speed.clone(),
             seeds: self.seeds,
             jitter: Duration::from_millis(self.jitter.into()),
+            details: if self.details { cluster::Shown::Details } else { cluster::Shown::Row },
             setup,
         })
     }

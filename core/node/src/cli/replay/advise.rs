@@ -308,6 +308,7 @@ mod tests {
             speeds: vec![1.0],
             seeds: 1,
             jitter: Duration::ZERO,
+            details: super::super::cluster::Shown::Row,
             setup: Setup::default(),
         };
         let mut advice = futures::executor::block_on(run(&trace, &plan)).unwrap();

@@ -41,7 +41,7 @@ pub(super) struct Chart {
 
 const WIDTH: f64 = 920.0;
 const HEIGHT: f64 = 440.0;
-const LEFT: f64 = 64.0;
+const LEFT: f64 = 72.0;
 const RIGHT: f64 = 650.0;
 const TOP: f64 = 16.0;
 const BOTTOM: f64 = 384.0;

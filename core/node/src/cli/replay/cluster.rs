@@ -9,6 +9,7 @@ use millpond_core::time::Duration;
 use serde_json::json;
 
 use super::chart::{Axis, Chart, Scale, Series, number};
+use super::details::Details;
 use super::report::{Section, Table};
 use super::{in_parallel, rounded};
 use crate::cli::failure::Failure;
@@ -26,8 +27,19 @@ pub(super) struct Plan {
     pub(super) seeds: u64,
     /// Arrivals are moved later by less than this.
     pub(super) jitter: Duration,
+    /// Whether all that was counted is shown.
+    pub(super) details: Shown,
     /// All else.
     pub(super) setup: Setup,
+}
+
+/// How much of what was found is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Shown {
+    /// A row.
+    Row,
+    /// Everything.
+    Details,
 }
 
 /// A cluster and its pace.
@@ -56,6 +68,7 @@ pub(super) struct Found {
     tbt: Vec<(f64, f64)>,
     /// Loads of prefill and decode by the second.
     loads: [Vec<(f64, f64)>; 2],
+    details: Details,
 }
 
 /// All replays.
@@ -66,6 +79,7 @@ pub(super) struct Runs {
     found: Vec<Vec<Found>>,
     /// The cluster, in words.
     cluster: String,
+    shown: Shown,
 }
 
 /// Replays the trace in each way, as many at once as there are cores.
@@ -88,7 +102,7 @@ pub(super) async fn run(trace: &Arc<Trace>, plan: &Plan) -> Result<Runs, Failure
         0 => format!("{prefill} prefill and {decode} decode nodes"),
         _ => format!("{coupled} instances that do both"),
     };
-    Ok(Runs { cases: setups.into_iter().map(|(case, _)| case).collect(), found, cluster })
+    Ok(Runs { cases: setups.into_iter().map(|(case, _)| case).collect(), found, cluster, shown: plan.details })
 }
 
 fn setups(plan: &Plan) -> Vec<(Case, Setup)> {
@@ -150,6 +164,7 @@ impl Found {
             ttft: line(&ttfts, 1.0),
             tbt: line(&tbts, 1e3),
             loads: [over_time(|load| load.prefill), over_time(|load| load.decode)],
+            details: Details::of(outcome),
         }
     }
 }
@@ -162,11 +177,11 @@ impl Runs {
     /// Writes a table, or a line of JSON for each case and seed.
     pub(super) fn write(&self, output: &mut Output<'_>) -> Result<(), Failure> {
         if output.format == Format::Text {
-            return Ok(output.line(&self.table().text(), serde_json::Value::Null)?);
+            return self.tables().iter().try_for_each(|table| Ok(output.line(&table.text(), serde_json::Value::Null)?));
         }
         for (case, seeds) in self.rows() {
             for (seed, found) in (1..).zip(seeds) {
-                let row = json!({
+                let mut row = json!({
                     "policy": case.policy,
                     "admission": case.admission,
                     "speed": case.speed,
@@ -180,10 +195,27 @@ impl Runs {
                     "tbt_p90_ms": rounded(found.tbt_p90_ms),
                     "hit_blocks_pct": rounded(found.hit_blocks_pct),
                 });
+                if self.shown == Shown::Details {
+                    found.details.add_to(&mut row);
+                }
                 output.line("", row)?;
             }
         }
         Ok(())
+    }
+
+    fn tables(&self) -> Vec<Table> {
+        let cases: Vec<(String, Vec<&Details>)> = self
+            .rows()
+            .map(|(case, found)| {
+                let name = format!("{} at {}x", named(case), case.speed);
+                (name, found.iter().map(|found| &found.details).collect())
+            })
+            .collect();
+        match self.shown {
+            Shown::Row => vec![self.table()],
+            Shown::Details => vec![self.table(), Details::table(&cases)],
+        }
     }
 
     fn table(&self) -> Table {
@@ -272,7 +304,7 @@ impl Runs {
                 y: Axis { label: "requests served in time", scale: Scale::Linear },
                 series,
             },
-            tables: vec![self.table()],
+            tables: self.tables(),
         }
     }
 
@@ -349,6 +381,7 @@ mod tests {
             speeds: vec![1.0, 2.0],
             seeds: 2,
             jitter: Duration::ZERO,
+            details: Shown::Row,
             setup: Setup::default(),
         };
         let runs = futures::executor::block_on(run(&trace, &plan)).unwrap();
@@ -372,6 +405,7 @@ mod tests {
             speeds: vec![1.0],
             seeds: 1,
             jitter: Duration::ZERO,
+            details: Shown::Row,
             setup,
         };
         let runs = futures::executor::block_on(run(&trace, &plan(setup.clone()))).unwrap();

@@ -65,7 +65,10 @@ fn parse(path: &Path, reader: impl BufRead) -> Result<Trace, TraceError> {
     let wrong = |line, field, what| TraceError::Line { path: path.to_owned(), line, field, what };
     let (mut builder, mut lines, mut start) = (Builder::new(), Vec::new(), None);
     for (text, number) in reader.lines().zip(1..) {
-        let text = text.map_err(|source| TraceError::File { path: path.to_owned(), source })?;
+        let text = text.map_err(|source| match source.kind() {
+            io::ErrorKind::InvalidData => wrong(number, "line", "it is no text in UTF-8".to_owned()),
+            _ => TraceError::File { path: path.to_owned(), source },
+        })?;
         if text.trim().is_empty() {
             continue;
         }
@@ -162,6 +165,54 @@ mod tests {
         assert_eq!((first.at.as_nanos(), second.at.as_nanos()), (0, 500_000));
         assert_eq!((trace.blocks_of(first), trace.blocks_of(second)), (&[0, 1][..], &[0][..]));
         assert_eq!((second.input_tokens, second.output_tokens), (512, 7));
+    }
+
+    #[test]
+    fn whatever_a_file_holds_it_is_refused_by_line_and_field() {
+        let whole = r#""input_length": 600, "output_length": 3, "hash_ids": [1, 2]"#;
+        for (line, start) in [
+            (format!(r#"{{"timestamp": 1e999, {whole}}}"#), "line: number out of range"),
+            (format!(r#"{{"timestamp": null, {whole}}}"#), "timestamp: it is a number"),
+            (format!(r#"{{"timestamp": true, {whole}}}"#), "timestamp: it is a number"),
+            (format!(r#"{{"timestamp": 1, "timestamp": 2, {whole}}}"#), "line: duplicate field `timestamp`"),
+            (format!(r#"{{"timestamp": 1, {whole}}} {{}}"#), "line: trailing characters"),
+            (
+                r#"{"timestamp": 1, "input_length": 4294967296, "output_length": 3, "hash_ids": []}"#.into(),
+                "input_length: ",
+            ),
+            (r#"{"timestamp": 1, "input_length": 600.5, "output_length": 3, "hash_ids": []}"#.into(), "input_length: "),
+            (
+                r#"{"timestamp": 1, "input_length": 6, "output_length": 3, "hash_ids": {}}"#.into(),
+                "hash_ids: it is a li",
+            ),
+            (
+                r#"{"timestamp": 1, "input_length": 6, "output_length": 3, "hash_ids": [-1]}"#.into(),
+                "hash_ids: it is a li",
+            ),
+            (
+                r#"{"timestamp": 1, "input_length": 6, "output_length": 3, "hash_ids": [[1]]}"#.into(),
+                "hash_ids: it is a li",
+            ),
+            (
+                r#"{"timestamp": 1, "input_length": 6, "output_length": 3, "hash_ids": [18446744073709551616]}"#.into(),
+                "hash_ids: ",
+            ),
+            (
+                r#"{"timestamp": 1, "input_length": 4294967295, "output_length": 3, "hash_ids": [1]}"#.into(),
+                "hash_ids: 4294967295",
+            ),
+            ("null".into(), "line: it is no object"),
+            ("\u{feff}{}".into(), "line: "),
+            ("[".repeat(200), "line: "),
+            (r#"{"timestamp": 1"#.into(), "line: EOF"),
+        ] {
+            let said = refused(&line);
+            assert!(said.starts_with(&format!("a.jsonl, line 1: {start}")), "{line} -> {said}");
+        }
+        // Not text at all, and a line that never ends: an error, no panic.
+        let bytes = parse(Path::new("a.jsonl"), &b"\xff\xfe\x00\n"[..]).unwrap_err().to_string();
+        assert!(bytes.starts_with("a.jsonl, line 1: line: "), "{bytes}");
+        assert!(read(Path::new("/")).unwrap_err().to_string().starts_with("/: "));
     }
 
     #[test]

@@ -5,9 +5,12 @@
 
 use std::path::{Path, PathBuf};
 
+use millpond_core::sched::admission;
 use millpond_core::sched::cost::{Profile, Work};
 use millpond_core::sim::cache::{Eviction, replay};
-use millpond_core::sim::trace::Trace;
+use millpond_core::sim::trace::{Synthetic, Trace};
+use millpond_core::sim::{Outcome, Retries, Setup, Tenant, run as simulate};
+use millpond_core::time::Duration;
 
 use super::{Facts, Named, capacity, file};
 
@@ -25,7 +28,7 @@ const TABLE: [(&str, [f64; 8]); 8] = [
     ("optimum", [19.07, 29.45, 34.12, 36.64, 36.64, 36.64, 36.64, 36.64]),
 ];
 
-fn conversation() -> Option<Trace> {
+pub(super) fn conversation() -> Option<Trace> {
     let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/traces");
     let folder = std::env::var_os("MILLPOND_TRACES").map_or_else(beside, PathBuf::from);
     let path = folder.join("conversation_trace.jsonl");
@@ -56,7 +59,7 @@ fn the_conversation_trace_is_the_one_that_was_described() {
     assert_eq!((facts.requests, facts.blocks, facts.distinct), (12_031, 288_500, 182_790));
     assert!(is_near(facts.input_mean, 12_035.1, 0.05) && is_near(facts.output_mean, 342.6, 0.05), "{facts:?}");
     assert!(is_near(facts.seconds, 3_537.0, 0.05), "{facts:?}");
-    let jittered = trace.clone().with_jitter(millpond_core::time::Duration::from_secs(3), 1);
+    let jittered = trace.clone().with_jitter(Duration::from_secs(3), 1);
     assert!(jittered.requests().len() == facts.requests && jittered.distinct_blocks() == facts.distinct);
 }
 
@@ -105,4 +108,85 @@ fn capacities_and_policies_are_read_by_their_names() {
     assert_eq!(capacity("inf"), Ok(None));
     assert!(capacity("0").is_err() && capacity("-1").is_err() && capacity("lots").is_err());
     assert_eq!("s3-fifo".parse::<Named>().map(|named| named.to_string()), Ok("s3-fifo".to_owned()));
+}
+
+/// A figure of a cluster under the conversation trace, the mean of two seeds.
+fn mean(trace: &Trace, speed: f64, setup: &Setup, figure: fn(&Outcome) -> f64) -> f64 {
+    let of = |seed| {
+        let trace = trace.clone().with_jitter(Duration::from_secs(3), seed).at_speed(speed);
+        let mut setup = setup.clone();
+        setup.seed = seed;
+        figure(&simulate(&trace, &setup).unwrap())
+    };
+    (of(1) + of(2)) / 2.0
+}
+
+fn admitted_by(policy: admission::Policy) -> Setup {
+    let mut setup = Setup::default();
+    setup.admission.policy = policy;
+    setup
+}
+
+#[test]
+fn the_loads_of_both_sides_do_not_swing_against_each_other_as_they_do_with_early() {
+    let Some(trace) = conversation() else { return };
+    for tbt in [33, 36] {
+        let of = |policy| {
+            let mut setup = admitted_by(policy);
+            (setup.prefill, setup.decode, setup.slo.tbt) = (4, 16, Duration::from_millis(tbt));
+            mean(&trace, 1.0, &setup, Outcome::load_correlation)
+        };
+        let [ours, early] = [admission::Policy::Millpond, admission::Policy::Early].map(of);
+        eprintln!("{tbt} ms: correlation {ours:.3}, early {early:.3}");
+        assert!(ours > -0.2 && early < -0.3, "{tbt} ms: {ours} {early}");
+    }
+}
+
+#[test]
+fn in_overload_more_are_served_than_the_bound_of_the_blind_and_less_is_computed_in_vain() {
+    let Some(trace) = conversation() else { return };
+    for speed in [2.0, 3.0] {
+        let of = |policy, figure| mean(&trace, speed, &admitted_by(policy), figure);
+        let effective: fn(&Outcome) -> f64 = |found| found.effective() as f64;
+        let [ours, late] = [admission::Policy::Millpond, admission::Policy::Late].map(|policy| of(policy, effective));
+        let wasted: fn(&Outcome) -> f64 = |found| found.wasted_prefill_s;
+        let [vain, vain_late] = [admission::Policy::Millpond, admission::Policy::Late].map(|policy| of(policy, wasted));
+        let bound = of(admission::Policy::Millpond, |found| found.length_blind_bound);
+        eprintln!("{speed}x: {ours} of {bound:.0} ({late} late), {vain:.0} s in vain ({vain_late:.0})");
+        assert!(ours >= 0.99 * bound && ours >= late && vain <= 0.55 * vain_late);
+    }
+}
+
+#[test]
+fn tenants_get_their_fair_shares_and_predicted_intervals_hold_as_often_as_they_should() {
+    let Some(trace) = conversation() else { return };
+    let mut setup = Setup::default();
+    setup.tenants = vec![Tenant { offered: 1.0, weight: 1.0 }, Tenant { offered: 9.0, weight: 1.0 }];
+    let unfairness = mean(&trace, 2.0, &setup, Outcome::unfairness);
+    assert!(unfairness < 0.1, "{unfairness}");
+    for speed in [1.0, 2.0] {
+        let coverage = mean(&trace, speed, &Setup::default(), Outcome::coverage);
+        eprintln!("{speed}x: the intervals hold for {coverage:.4}; unfairness {unfairness:.3}");
+        assert!((0.88..=0.92).contains(&coverage), "{speed}x: {coverage}");
+    }
+}
+
+#[test]
+fn who_comes_back_when_told_is_served_in_the_simulator_too() {
+    let Some(trace) = conversation() else { return };
+    let mut setup = Setup::default();
+    setup.retries = Retries { share: 0.1, tries: 1 };
+    let served = mean(&trace, 2.0, &setup, Outcome::returns_served);
+    eprintln!("{served:.3} of those who came back were served");
+    assert!(served >= 0.85, "{served}");
+}
+
+#[test]
+fn runs_are_the_same_however_many_threads_there_are() {
+    let trace = Synthetic { requests: 200, rate: 2.0, input_tokens: 600..=20_000, ..Synthetic::default() }.trace();
+    let alone = simulate(&trace, &Setup::default()).unwrap();
+    std::thread::scope(|scope| {
+        let runs = [(); 4].map(|()| scope.spawn(|| simulate(&trace, &Setup::default()).unwrap()));
+        runs.into_iter().for_each(|run| assert_eq!(run.join().unwrap(), alone));
+    });
 }
