@@ -98,7 +98,7 @@ fn millpond_holds_at_the_door_until_the_first_tokens_deadline_at_most() {
         let at = Arrival { arrived: Instant::ZERO, prefilled, tbt: Slo::default().tbt };
         admission.at_door(&ask(), at, view, &Profile::default())
     };
-    assert_eq!(door(1), Door::Hold(Instant::ZERO + Duration::from_secs(11)));
+    assert_eq!(door(1), Door::Hold(Instant::ZERO + Duration::from_secs(1) + Options::default().hold));
     assert_eq!(door(29), Door::Hold(Instant::ZERO + Duration::from_secs(30)));
 }
 
