@@ -134,6 +134,8 @@ fn no_library_changes_limits_environment_or_signals_of_its_host() {
             {
                 if entry.is_dir() {
                     folders.push(entry);
+                } else if entry.ends_with("tests.rs") {
+                    // A test that forks ends its child.
                 } else if let Ok(text) = fs::read_to_string(&entry) {
                     let code = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<String>();
                     found.extend(words.iter().filter(|word| code.contains(**word)).map(|word| (entry.clone(), *word)));

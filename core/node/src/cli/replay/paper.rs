@@ -191,11 +191,13 @@ fn overload(replays: &Replays) -> Vec<Row> {
         replays.means(&setup, 2.0, |found| [count(found)])[0]
     };
     let [late, early, uniform] = [Admission::Late, Admission::Early, Admission::EarlyUniform].map(refused);
+    // Where nobody is refused there is nothing to compare.
+    let over_late = |refused: f64| if late > 0.0 { 100.0 * (refused / late - 1.0) } else { 0.0 };
     let source = "arXiv Table 3, their trace";
     vec![
         row(source, "refused at 2x: late", 4_183.0, late),
-        row(source, "refused at 2x: early over late, %", -9.8, 100.0 * (early / late - 1.0)),
-        row(source, "refused at 2x: early_uniform over late, %", -14.2, 100.0 * (uniform / late - 1.0)),
+        row(source, "refused at 2x: early over late, %", -9.8, over_late(early)),
+        row(source, "refused at 2x: early_uniform over late, %", -14.2, over_late(uniform)),
     ]
 }
 
