@@ -8,8 +8,7 @@ mod counting;
 use common::own::Own;
 use common::{LEN, Link, Target, link, options, say, warm, writes};
 use counting::{Counting, allocations_here};
-use millpond_core::time::Duration;
-use millpond_node::engine::{Backing, Batch, Engine, Options, Region, Rights, Via};
+use millpond_node::engine::{Backing, Batch, Engine, Region, Rights, Via};
 use parking_lot::{Mutex, MutexGuard};
 
 #[global_allocator]
@@ -30,26 +29,18 @@ struct Pair {
 fn pair() -> Pair {
     let alone = ALONE.lock();
     let runtime = Own::start().unwrap();
-    let here = Engine::start(runtime.clone(), patient(1, 1)).unwrap();
+    let here = Engine::start(runtime.clone(), options(1, 1)).unwrap();
     let source = here.allocate_raw(LEN, Backing::Memfd, Rights::NONE).unwrap();
     let mut pair = Pair { here, there: None, to: None, source, runtime, _alone: alone };
     pair.restart(1);
     pair
 }
 
-/// An engine for which time that this process was stopped for ends nothing: deadlines are others' subject.
-fn patient(node: u8, incarnation: u64) -> Options {
-    let mut options = options(node, incarnation);
-    options.progress_deadline = Duration::from_secs(600);
-    options.connect_deadline = Duration::from_secs(30);
-    options
-}
-
 impl Pair {
     /// The peer ends and is back, under the same name, as another.
     fn restart(&mut self, incarnation: u64) {
         (self.to, self.there) = (None, None);
-        let there = Target::start(&self.runtime, patient(2, incarnation));
+        let there = Target::start(&self.runtime, options(2, incarnation));
         let to = link(&self.here, there.address, &there.token);
         (self.there, self.to) = (Some(there), Some(to));
     }
@@ -65,7 +56,7 @@ impl Pair {
         let before = allocations_here();
         for _ in 0..count {
             let report = self.here.blocking().run(writes(batch, &self.source, self.to(), moves, 64)).unwrap();
-            assert!(report.is_done(), "{report:?}");
+            assert!(report.is_done());
             batch = report.into_batch();
         }
         allocations_here() - before
@@ -93,20 +84,6 @@ fn held() -> (u64, usize) {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
     let resident = line.trim().trim_end_matches(" kB").parse().unwrap();
     (resident, std::fs::read_dir("/proc/self/fd").unwrap().count())
-}
-
-/// The same, once what ended has been given back: when the descriptors have not become fewer for a second.
-fn settled() -> (u64, usize) {
-    let (mut least, mut since) = (held(), std::time::Instant::now());
-    while since.elapsed() < std::time::Duration::from_secs(1) {
-        std::thread::sleep(std::time::Duration::from_millis(50));
-        let now = held();
-        if now.1 < least.1 {
-            since = std::time::Instant::now();
-        }
-        least = (now.0, now.1.min(least.1));
-    }
-    least
 }
 
 /// What is held becomes what it was; threads that end and descriptors that close may take a moment.
@@ -162,7 +139,7 @@ fn endure(plain: u64, cancelled: u64, restarts: u64) {
     pair.batches(Via::Tcp, plain / 10, 1);
     warm_up(&mut pair, &mut random, cancelled / 2, 2);
     assert_clean(&pair.here);
-    let before = settled();
+    let before = held();
     pair.batches(Via::Tcp, plain, 1);
     assert_as_before(&format!("{plain} transfers"), before);
     let ended = warm_up(&mut pair, &mut random, cancelled, 2 + restarts);

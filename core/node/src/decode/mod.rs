@@ -1,8 +1,9 @@
 //! The decode role: it owns a request from its first page to its last token.
 //!
 //! It reserves pages, lets a prefill node fill them (or fills them itself: colocated), counts what arrives, looks whether the
-//! batch has room for it within the deadlines between tokens ([`door`]), and joins the request to it between steps. Whoever drops a [`Generation`] cancels all of it: the prefill call, the
-//! transfer (its grant is closed) and the place in the batch; the pages come back by themselves.
+//! batch has room for it within the deadlines between tokens (`door`), and joins the request to it between steps. Whoever
+//! drops a [`Generation`] cancels all of it: the prefill call, the transfer (its grant is closed) and the place in the batch;
+//! the pages come back by themselves.
 
 mod batch;
 mod door;
