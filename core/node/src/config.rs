@@ -18,6 +18,7 @@
 mod profile;
 mod settings;
 mod table;
+#[cfg(feature = "http")]
 mod tenants;
 
 use std::net::SocketAddr;
@@ -30,6 +31,7 @@ pub use self::profile::profile;
 pub use self::settings::{Origin, Setting};
 use self::settings::{Reader, Value};
 pub use self::table::FileError;
+#[cfg(feature = "http")]
 pub use self::tenants::tenants;
 use crate::files::FolderOptions;
 use crate::tls::Files;
@@ -298,7 +300,7 @@ pub struct Router {
     pub decisions: Option<PathBuf>,
     /// What nodes cost until it is measured, see [`profile`]; without it, as in the default profile.
     pub profile: Option<PathBuf>,
-    /// Who may use it, see [`tenants`]; without it, everybody.
+    /// Who may use it, see `config::tenants`; without it, everybody.
     pub tenants: Option<PathBuf>,
 }
 
