@@ -1,4 +1,4 @@
-//! A runtime in 200 lines, with neither tokio nor smol: a thread for each task under way, and one that waits for sockets and timers.
+//! A runtime in 200 lines, with neither tokio nor smol: a thread per task, and one that waits for sockets and timers.
 //! `own_runtime/serve.rs` serves on it: `cargo run -p millpond-verify --example own_runtime`, which fails loudly.
 
 use std::collections::{BTreeMap, HashMap};
@@ -8,7 +8,6 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 
@@ -28,11 +27,7 @@ const SOCKET: SocketFlags = SocketFlags::NONBLOCK.union(SocketFlags::CLOEXEC);
 #[derive(Clone)]
 pub(crate) struct Own(Arc<Shared>);
 
-type Job = Box<dyn FnOnce() + Send>;
-
 struct Shared {
-    /// Where threads take work that have none.
-    idle: Mutex<Vec<Sender<Job>>>,
     epoll: OwnedFd,
     bell: OwnedFd,
     wakers: Mutex<HashMap<u64, Vec<(Flags, Waker)>>>,
@@ -44,35 +39,11 @@ impl Own {
     pub(crate) fn start() -> io::Result<Self> {
         let (epoll, bell) = (epoll::create(epoll::CreateFlags::CLOEXEC)?, eventfd(0, EventfdFlags::NONBLOCK)?);
         epoll::add(&epoll, &bell, epoll::EventData::new_u64(u64::MAX), Flags::IN)?;
-        let own = Self(Arc::new(Shared {
-            epoll,
-            bell,
-            wakers: Mutex::default(),
-            timers: Mutex::default(),
-            idle: Mutex::default(),
-            made: 0.into(),
-        }));
+        let own =
+            Self(Arc::new(Shared { epoll, bell, wakers: Mutex::default(), timers: Mutex::default(), made: 0.into() }));
         let reactor = own.clone();
         std::thread::spawn(move || reactor.wait_for_events());
         Ok(own)
-    }
-
-    /// On a thread that has nothing to do, or on a new one, which takes other work afterwards.
-    fn run(&self, job: Job) {
-        let idle = self.0.idle.lock().unwrap().pop();
-        if let Some(thread) = idle {
-            return thread.send(job).expect("it waits for this");
-        }
-        let own = self.clone();
-        std::thread::spawn(move || {
-            let (thread, jobs) = channel();
-            let mut job = job;
-            loop {
-                job();
-                own.0.idle.lock().unwrap().push(thread.clone());
-                job = jobs.recv().expect("this thread can send to itself");
-            }
-        });
     }
 
     fn wait_for_events(&self) {
@@ -186,10 +157,10 @@ impl Runtime for Own {
         })
     }
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
-        self.run(Box::new(|| futures::executor::block_on(task)));
+        std::thread::spawn(|| futures::executor::block_on(task));
     }
     fn spawn_blocking(&self, job: impl FnOnce() + Send + 'static) {
-        self.run(Box::new(job));
+        std::thread::spawn(job);
     }
     fn dial(&self, peer: SocketAddr) -> impl Future<Output = io::Result<Source>> + Send + use<> {
         let own = self.clone();
