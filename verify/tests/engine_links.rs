@@ -142,6 +142,11 @@ fn a_small_read_of_shared_memory_is_made_at_once_by_who_waits_for_it_and_explain
         let why = pair.here.explain(report.id()).unwrap().to_string();
         assert!(why.contains("without asking"), "{why}");
         assert!(report.into_buffers().unwrap()[0][..] == bytes[100..1100]);
+        // What its owner is to count is not made without it.
+        let counted = waited(read().arrival(Arrival { counter: 5, amount: 1 })).await;
+        let why = pair.here.explain(counted.id()).unwrap().to_string();
+        assert!(!why.contains("without asking"), "{why}");
+        drop(counted);
         drop(grant);
         // The owner notices in its next turn; until then the grant is still there.
         let stale = loop {

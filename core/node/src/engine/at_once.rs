@@ -25,8 +25,9 @@ fn is_simple(batch: &Batch) -> bool {
     let [request @ (Request::Read { source, .. } | Request::ReadRaw { source, .. })] = &batch.requests[..] else {
         return false;
     };
-    let is_plain = batch.after.is_none() && matches!(batch.settings.via, Via::Auto | Via::Shm) && !request.is_staged();
-    is_plain && (1..=LEN_MAX).contains(&source.len())
+    let is_plain = matches!(batch.settings.via, Via::Auto | Via::Shm) && !request.is_staged();
+    // An arrival is for the peer to count, and a fence for others to wait for.
+    is_plain && batch.after.is_none() && batch.settings.arrival.is_none() && (1..=LEN_MAX).contains(&source.len())
 }
 
 fn extent(source: &RemoteExtent) -> Extent {
