@@ -9,6 +9,7 @@ use millpond_core::directory::{
     Place, SegmentFacts, Stamp, Start,
 };
 use millpond_core::hash::{Model, Secret};
+use millpond_core::sim::random::Random;
 
 use super::*;
 use crate::router::VirtualTime;
@@ -50,16 +51,13 @@ struct Shard {
     term: u64,
     incarnations: [u64; NODES as usize],
     generation: u32,
-    random: u64,
+    random: Random,
     is_mute: bool,
 }
 
 impl Shard {
     fn below(&mut self, limit: u64) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random % limit
+        self.random.below(limit)
     }
 
     fn owner(&self, node: u8) -> Owner {
@@ -173,7 +171,7 @@ fn follow<F: Future<Output = ()> + 'static>(events_max: usize, test: impl FnOnce
         term: 0,
         incarnations: [0; NODES as usize],
         generation: 0,
-        random: 0x9e37_79b9_7f4a_7c15,
+        random: Random::new(1),
         is_mute: false,
     };
     state.start(events_max);
