@@ -2,8 +2,8 @@
 //!
 //! Blocks that the store has are loaded, the rest is computed in chunks, one chunk at a time over a role's requests, so a short
 //! prompt waits for a chunk of a long one and not for all of it. KV leaves by an [`Outlet`] layer by layer while later
-//! layers are computed; what was loaded leaves before, or, where all the rest is one chunk, after it: the first token is not
-//! to wait for it. New full blocks go to the store as soon as a chunk completed them and they have left, so a process that
+//! layers are computed; what was loaded leaves before, or, where all the rest is one chunk, once the first token is told,
+//! which is not to wait for it. New full blocks go to the store as soon as a chunk completed them and they have left, so a process that
 //! dies late loses little. The role works alone (colocated, the decode role calls it in the process and takes the pages over
 //! by handle) or behind [`service`].
 
@@ -110,6 +110,8 @@ pub struct Computed {
     pub next_token: u32,
     /// Tokens whose KV was loaded.
     pub cached_tokens: u32,
+    /// Leading pages, loaded, that the outlet was not given: the first token is told before, then [`Outlet::loaded`] gets them.
+    pub unsent_pages: usize,
     /// Leading blocks that the store has or is being given; see [`Prefill::keep`] for those after them.
     pub kept_blocks: usize,
     /// Where the time went.
@@ -243,7 +245,7 @@ impl<R: Runtime> Prefill<R> {
         let _stop = StopOnDrop(Arc::clone(&work.stop));
         let cached_tokens = u32::try_from(work.done).unwrap_or(u32::MAX);
         let (chunk, mut kept_blocks) = (inner.chunk_tokens(), hits);
-        // Copying takes the cores that compute: what is computed in one go comes first, and with it the first token.
+        // Copying takes the cores that compute: what is computed in one go comes first, and the first token is told.
         let left = work.tokens.len() - work.done;
         let is_short = next_chunk(left, chunk) == left;
         if !is_short {
@@ -265,15 +267,13 @@ impl<R: Runtime> Prefill<R> {
                 kept_blocks = self.keep_complete(&names, kept_blocks, work.done / block, &mut work.pages);
             }
         }
-        if is_short {
-            work.send_loaded(hits)?;
-        }
         inner.metrics.cached.add(cached_tokens.into());
         inner.metrics.compute.observe(Duration::from_nanos(times.compute_ns));
         let position = u32::try_from(work.tokens.len()).unwrap_or(u32::MAX);
         let next_token = sample(&work.logits, &prompt.sampling, position);
         kept_blocks = self.keep_complete(&names, kept_blocks, work.done / block, &mut work.pages);
-        Ok((Computed { pages: work.pages, next_token, cached_tokens, kept_blocks, times }, work.outlet))
+        let unsent_pages = if is_short && work.outlet.is_some() { hits } else { 0 };
+        Ok((Computed { pages: work.pages, next_token, cached_tokens, unsent_pages, kept_blocks, times }, work.outlet))
     }
 
     /// Loads the leading blocks that the store has into the first pages; how many, and all pages. At least one token is

@@ -1,5 +1,7 @@
 //! The prefill role behind the node port.
 
+use std::convert::Infallible;
+
 use futures::channel::oneshot;
 use millpond_core::layout::Layout;
 use millpond_core::time::Instant;
@@ -56,8 +58,10 @@ async fn serve<R: Runtime>(
     times.queue_ns += waited;
     let first = FirstToken { token: computed.next_token, cached_tokens: computed.cached_tokens, times: Some(times) };
     let sending = prefill.runtime().now();
-    let sent = send_and_keep(&prefill, prompt, computed, outlet);
+    let (told, was_told) = oneshot::channel();
+    let sent = send_and_keep(&prefill, prompt, computed, outlet, was_told);
     items.send(&PrefillStep { first: Some(first), done: None }).await?;
+    drop(told);
     let ended = |_| Refusal::new(Reason::Draining, "the node is ending");
     let done = sent.await.map_err(ended)?.map_err(Stopped::refusal)?;
     times = PrefillTimes {
@@ -68,18 +72,27 @@ async fn serve<R: Runtime>(
     items.send(&PrefillStep { first: None, done: Some(PrefillDone { times: Some(times), ..done }) }).await
 }
 
-/// Waits until the KV has arrived and tells the caller, then gives its blocks to the store: also if nobody waits any more,
-/// because one token was all that was asked for or the decode node is gone.
+/// Lets the rest of the KV leave once the first token `was_told`, or the other end of that is gone, waits until it has arrived
+/// and tells the caller, then gives its blocks to the store: also if nobody waits any more, because one token was all that
+/// was asked for or the decode node is gone.
 fn send_and_keep<R: Runtime>(
     prefill: &Prefill<R>,
     prompt: Prompt,
-    computed: Computed,
+    mut computed: Computed,
     outlet: Option<Box<dyn Outlet>>,
+    was_told: oneshot::Receiver<Infallible>,
 ) -> oneshot::Receiver<Result<PrefillDone, Stopped>> {
     let (owner, (sender, receiver)) = (prefill.clone(), oneshot::channel());
     prefill.runtime().spawn(async move {
         let done = match outlet {
-            Some(outlet) => outlet.finish().await,
+            Some(mut outlet) => {
+                // It is never told but by being dropped.
+                let _ = was_told.await;
+                match outlet.loaded(&mut computed.pages[..computed.unsent_pages]) {
+                    Ok(()) => outlet.finish().await,
+                    Err(stopped) => Err(stopped),
+                }
+            }
             None => Ok(PrefillDone::default()),
         };
         // Nobody may be there to hear it.
