@@ -150,7 +150,7 @@ struct Scratch {
     pairs: [[i32; LANES]; SPAN / 2],
 }
 
-/// [`LANES`] rows; lanes beyond the last row compute something that nobody reads.
+/// [`LANES`] rows; lanes beyond the last row compute something that nobody reads, or, beyond a half, nothing.
 struct Tile<'a> {
     /// `[pair of elements]`.
     queries: &'a [[i32; LANES]],
@@ -193,6 +193,7 @@ impl<P: ReadRows + ?Sized> Run<'_, '_, P> {
     #[inline(always)]
     fn chain<S: Pairs, const N: usize>(&mut self, simd: S, place: usize, scratch: &mut Scratch) {
         let (head_dim, end, tiles) = (self.job.head_dim, self.job.end(), self.job.tiles());
+        let rows = self.job.queries.len() / head_dim;
         let states = &mut self.states[place * tiles * state_len(head_dim)..][..tiles * state_len(head_dim)];
         for state in states.chunks_exact_mut(state_len(head_dim)) {
             state.fill([0.0; LANES]);
@@ -213,7 +214,15 @@ impl<P: ReadRows + ?Sized> Run<'_, '_, P> {
                 let [most, total, sums @ ..] = state else { unreachable!("longer") };
                 let (all, any) = (self.job.sees(index * LANES), self.job.sees(index * LANES + LANES - 1));
                 let mut tile = Tile { queries, scale, lasts, sums, most, total, all, any };
-                tile.take::<S, N>(simd, &self.span, first, scratch);
+                if rows - index * LANES > LANES / 2 {
+                    tile.take::<S, N>(simd, &self.span, first, scratch);
+                    continue;
+                }
+                match S::Half::F32_LANES {
+                    16 | 8 => tile.take::<S::Half, 1>(simd.half(), &self.span, first, scratch),
+                    4 => tile.take::<S::Half, 2>(simd.half(), &self.span, first, scratch),
+                    _ => tile.take::<S::Half, 8>(simd.half(), &self.span, first, scratch),
+                }
             }
         }
     }
@@ -503,7 +512,7 @@ impl Tile<'_> {
         let mut factors = *self.most;
         *vectors_mut::<S, N>(self.most) = most;
         power::<S, N>(simd, &mut factors, self.most);
-        if factors != [1.0; LANES] {
+        if factors[..N * S::F32_LANES].iter().any(|factor| *factor != 1.0) {
             let factors = vectors::<S, N>(&factors);
             for sums in self.sums.iter_mut().chain([&mut *self.total]) {
                 let sums = vectors_mut::<S, N>(sums);

@@ -13,6 +13,12 @@ pub(super) use arch::dispatch;
 
 /// Vectors that multiply pairs.
 pub(super) trait Pairs: Simd {
+    /// These vectors or shorter ones, which cost less where half of the lanes would be idle.
+    type Half: Pairs;
+
+    /// Those.
+    fn half(self) -> Self::Half;
+
     /// `sum + low(a) × low(b) + high(a) × high(b)` in each lane; the caller keeps it within 32 bits.
     #[inline(always)]
     fn multiply_add(self, a: Self::i32s, b: Self::i32s, mut sum: Self::i32s) -> Self::i32s {

@@ -4,7 +4,14 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::{Pairs, Work};
 
-impl<S: Simd> Pairs for S {}
+impl<S: Simd> Pairs for S {
+    type Half = S;
+
+    #[inline(always)]
+    fn half(self) -> S {
+        self
+    }
+}
 
 struct Call<W>(W);
 

@@ -6,6 +6,13 @@ use pulp::{Arch, NullaryFnOnce, Scalar, Simd, cast};
 use super::{Pairs, Work};
 
 impl Pairs for V4 {
+    type Half = V3;
+
+    #[inline(always)]
+    fn half(self) -> V3 {
+        *self
+    }
+
     #[inline(always)]
     fn multiply_add(self, a: Self::i32s, b: Self::i32s, sum: Self::i32s) -> Self::i32s {
         let products = self.multiply_wrapping_add_adjacent_i16x32(cast(a), cast(b));
@@ -14,6 +21,13 @@ impl Pairs for V4 {
 }
 
 impl Pairs for V3 {
+    type Half = V3;
+
+    #[inline(always)]
+    fn half(self) -> V3 {
+        self
+    }
+
     #[inline(always)]
     fn multiply_add(self, a: Self::i32s, b: Self::i32s, sum: Self::i32s) -> Self::i32s {
         let products = self.multiply_wrapping_add_adjacent_i16x16(cast(a), cast(b));
@@ -21,7 +35,14 @@ impl Pairs for V3 {
     }
 }
 
-impl Pairs for Scalar {}
+impl Pairs for Scalar {
+    type Half = Scalar;
+
+    #[inline(always)]
+    fn half(self) -> Scalar {
+        self
+    }
+}
 
 struct Call<S, W>(S, W);
 
