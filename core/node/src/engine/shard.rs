@@ -295,9 +295,9 @@ impl Shard {
         options: &Options,
         now: Instant,
     ) -> Option<Handle> {
-        if self.peers.len() == self.peers.capacity() {
-            self.forget_idle_peers();
-        }
+        // Earlier incarnations do not come back; others may, and are known until there is no room for them.
+        let is_full = self.peers.len() == self.peers.capacity();
+        self.forget_idle_peers(|peer| is_full || peer.is_gone);
         let brain = self.brain.insert_peer(now)?;
         // The handle goes into the entry, so it is made first and the entry replaced.
         let blank = inner(Handle::default());
@@ -322,10 +322,11 @@ impl Shard {
         }
     }
 
-    fn forget_idle_peers(&mut self) {
+    /// Forgets peers of which nothing is open and that nobody holds.
+    fn forget_idle_peers(&mut self, may_go: impl Fn(&PeerState) -> bool) {
         let is_idle = |peer: &PeerState| {
             let is_unused = !peer.inner.is_self && !peer.has_lanes() && self.brain.is_idle(peer.brain);
-            is_unused && Arc::strong_count(&peer.inner) == 1
+            is_unused && Arc::strong_count(&peer.inner) == 1 && may_go(peer)
         };
         let idle: Vec<(Handle, Handle)> =
             self.peers.iter().filter(|(_, peer)| is_idle(peer)).map(|(key, peer)| (key, peer.brain)).collect();
@@ -637,6 +638,7 @@ impl Shard {
         let loads = self.peers.iter().flat_map(|(_, peer)| paths().map(|path| self.brain.path_load(peer.brain, path)));
         let bytes_open = loads.flatten().map(|load| load.bytes).sum();
         let slices_open = u64::try_from(self.brain.slices()).unwrap_or(u64::MAX);
-        Statistics { retries: counters.retries, bytes_open, slices_open, ..self.statistics }
+        let peers_known = u64::try_from(self.peers.len()).unwrap_or(u64::MAX);
+        Statistics { retries: counters.retries, bytes_open, slices_open, peers_known, ..self.statistics }
     }
 }

@@ -58,6 +58,8 @@ pub struct Statistics {
     pub bytes_open: u64,
     /// Gauge: lanes open now.
     pub lanes_open: u64,
+    /// Gauge: peers known now, each incarnation for itself; this engine is one of them.
+    pub peers_known: u64,
 }
 
 /// From which transport to which an automatic choice can be a downgrade.

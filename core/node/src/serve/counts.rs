@@ -28,9 +28,10 @@ const ENGINE_TOTALS: [(&str, &str, Read<Statistics>); 10] = [
 pub(crate) const DOWNGRADES: &str = "millpond_path_downgrade_total";
 const DOWNGRADES_HELP: &str = "Posts over a transport that is not the best one both sides share.";
 
-const ENGINE_NOW: [(&str, &str, Read<Statistics>); 2] = [
+const ENGINE_NOW: [(&str, &str, Read<Statistics>); 3] = [
     ("millpond_transfers_open", "Batches queued or under way.", |s| s.transfers_open),
     ("millpond_lanes_open", "Lanes that are open.", |s| s.lanes_open),
+    ("millpond_peers_known", "Peers known, each incarnation for itself, and the engine itself.", |s| s.peers_known),
 ];
 
 const STORE_TOTALS: [(&str, &str, Read<Facts>); 5] = [
