@@ -56,6 +56,11 @@ impl Rate {
         }
     }
 
+    /// Time in which nobody looked whether something was completed is no busy time.
+    pub(super) fn on_stopped(&mut self, now: Instant, span: Duration) {
+        self.busy_since = (self.busy_since + span).min(now);
+    }
+
     /// When something was completed last.
     pub(super) fn measured_at(&self) -> Instant {
         self.measured_at

@@ -549,6 +549,27 @@ where
         }
     }
 
+    /// Nobody looked for `span`, which ends now, although something was due ([`Lapse`](super::Lapse)): that is no time in
+    /// which a peer did nothing. All that waits for peers waits for so much longer; deadlines of callers stay. O(jobs + peers).
+    pub fn on_stopped(&mut self, now: Instant, span: Duration) {
+        let later = |at: Instant| (at + span).min(now);
+        for slot in 0..self.work.jobs.slots_used() {
+            let found = self.work.jobs.handle_at(slot);
+            let Some(job) = found.and_then(|job| self.work.jobs.get_mut(job)) else { continue };
+            job.last_progress = later(job.last_progress);
+            job.waits_since = job.waits_since.map(later);
+            if let Enforced::Cancelled(since) = &mut job.enforced {
+                *since = later(*since);
+            }
+        }
+        for slot in 0..self.peers.slots_used() {
+            let found = self.peers.handle_at(slot);
+            let Some(peer) = found.and_then(|peer| self.peers.get_mut(peer)) else { continue };
+            peer.heard_at = later(peer.heard_at);
+            peer.paths.iter_mut().flatten().for_each(|path| path.on_stopped(now, span));
+        }
+    }
+
     fn look_at_job(&mut self, now: Instant, key: Handle) {
         let Some(job) = self.work.jobs.get_mut(key) else { return };
         let stuck_at = job.last_progress + job.progress_deadline;
