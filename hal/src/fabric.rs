@@ -396,6 +396,8 @@ pub struct Fabric {
     options: FabricOptions,
     epoll: OwnedFd,
     mark: ForkMark,
+    /// Time in which nobody polled although something was due. Links and devices live without it.
+    stopped: Duration,
 }
 
 impl Fabric {
@@ -424,6 +426,7 @@ impl Fabric {
             options,
             epoll,
             mark,
+            stopped: Duration::ZERO,
         })
     }
 
@@ -456,7 +459,7 @@ impl Fabric {
         connection: Connection,
         options: LinkOptions,
     ) -> Result<LinkId, LinkError> {
-        let index = device.0;
+        let (index, now) = (device.0, self.awake(now));
         let device = self.devices.get_mut(index).ok_or(LinkError::UnknownDevice)?;
         let entry = LinkEntry {
             device: index,
@@ -527,8 +530,19 @@ impl Fabric {
     /// deadline has passed. Ended tickets are ignored.
     pub fn cancel(&mut self, now: Instant, ticket: &Ticket) {
         if ticket.belongs_to(&self.shared) {
-            self.cancel_by_id(now, ticket.id());
+            self.cancel_by_id(self.awake(now), ticket.id());
         }
+    }
+
+    /// Nobody polled for `span`, which ends now, although something was due: the process was stopped, or had no core. What
+    /// arrived meanwhile was not read, so that is no time in which a peer did nothing: no deadline of a link counts it.
+    pub fn on_stopped(&mut self, span: Duration) {
+        self.stopped = self.stopped + span;
+    }
+
+    /// The time without that in which nobody polled.
+    fn awake(&self, now: Instant) -> Instant {
+        if now == Instant::NEVER { now } else { Instant::ZERO + now.since(Instant::ZERO + self.stopped) }
     }
 
     /// The next thing that happened, in order.

@@ -63,6 +63,7 @@ impl Fabric {
         if self.mark.is_in_child() {
             return Err(NotStarted { batch, reason: PostError::Forked });
         }
+        let (now, deadline) = (self.awake(now), self.awake(options.deadline));
         self.reap();
         let mut moves = self.tables.move_pool.pop().unwrap_or_default();
         let checked = self.check(link, &batch, &mut moves);
@@ -81,7 +82,7 @@ impl Fabric {
             state: TicketState::InFlight,
             orphaned: false,
             outcomes: Outcomes { rest: unknown, exceptions: Vec::new() },
-            deadline: options.deadline,
+            deadline,
             cancelled: false,
             bytes_moved: 0,
         };
@@ -105,7 +106,7 @@ impl Fabric {
             entry.batch.after = refused.post.after;
             return Err(NotStarted { batch: entry.batch, reason: refused.reason.into() });
         }
-        self.posted(now, link, ticket, options.deadline);
+        self.posted(now, link, ticket, deadline);
         self.tables.stats.moves_posted += count;
         self.tables.stats.bytes_posted += bytes;
         Ok(Ticket::new(ticket, Arc::clone(&self.shared)))

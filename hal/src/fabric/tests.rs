@@ -227,6 +227,26 @@ fn a_deadline_cancels_and_then_closes_the_link() {
 }
 
 #[test]
+fn time_in_which_nobody_polled_stalls_no_link_and_a_deadline_lasts_as_long_as_it_did() {
+    let mut stage = stage(Limits::default());
+    let ticket = stage.post(PostOptions::until(seconds(3)));
+    stage.fabric.poll(seconds(1));
+    // Stopped for a minute.
+    stage.fabric.on_stopped(Duration::from_secs(60));
+    stage.fabric.poll(seconds(62));
+    assert!(stage.puppet.0.lock().cancels.is_empty() && stage.puppet.0.lock().closes.is_empty());
+    assert_eq!(stage.fabric.arm(seconds(62)), FabricWake::Within(Some(Duration::from_secs(1))));
+    stage.fabric.poll(seconds(63));
+    assert_eq!(stage.puppet.0.lock().cancels, [ticket.id()]);
+    stage.fabric.poll(seconds(65));
+    assert_eq!(
+        stage.puppet.0.lock().closes,
+        [(stage.link, LinkDownReason::Stalled)],
+        "five seconds, of which it saw all"
+    );
+}
+
+#[test]
 fn a_link_that_moves_is_not_stalled_however_long_it_takes() {
     let mut stage = stage(Limits::default());
     let ticket = stage.post(PostOptions::default());

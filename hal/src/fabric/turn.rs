@@ -14,6 +14,7 @@ impl Fabric {
         if self.mark.is_in_child() {
             return Turn::Idle;
         }
+        let now = self.awake(now);
         self.tables.now = now;
         self.reap();
         let mut turn = Turn::Idle;
@@ -38,6 +39,7 @@ impl Fabric {
         if self.mark.is_in_child() {
             return FabricWake::Within(None);
         }
+        let now = self.awake(now);
         if self.shared.is_pending() || !self.tables.events.is_empty() || now >= self.tables.check_at {
             return FabricWake::Now;
         }

@@ -60,7 +60,7 @@ impl Pair {
         let before = allocations_here();
         for _ in 0..count {
             let report = self.here.blocking().run(writes(batch, &self.source, self.to(), moves, 64)).unwrap();
-            assert!(report.is_done());
+            assert!(report.is_done(), "{report:?}");
             batch = report.into_batch();
         }
         allocations_here() - before

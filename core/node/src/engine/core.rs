@@ -234,6 +234,7 @@ impl Core {
             FabricWake::Within(within) => {
                 let own = within.map_or(Instant::NEVER, |span| now + span);
                 let until = own.min(shard.next_tick());
+                shard.lapse.on_wait(until);
                 note(until);
                 Armed::Until(until)
             }

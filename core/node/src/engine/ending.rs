@@ -61,6 +61,9 @@ fn fault(outcome: &HalOutcome) -> Option<Fault> {
 impl Shard {
     /// One turn of everything. Whether anything was done.
     pub(super) fn turn(&mut self, options: &Options, now: Instant) -> bool {
+        if let Some(span) = self.lapse.on_look(now) {
+            self.on_stopped(span, now);
+        }
         let mut worked = self.fabric.poll(now) == Turn::Worked;
         // Bounded by what one turn of the devices reports.
         while let Some(event) = self.fabric.next_event() {
@@ -77,6 +80,13 @@ impl Shard {
             self.tick(options, now);
         }
         worked
+    }
+
+    /// Nobody drove this for so long: no peer did nothing meanwhile, we did not look.
+    fn on_stopped(&mut self, span: Duration, now: Instant) {
+        tracing::debug!(%span, "the engine was stopped, or had no core");
+        self.fabric.on_stopped(span);
+        self.brain.on_stopped(now, span);
     }
 
     fn on_arrived(&mut self, grant: Handle) {

@@ -12,7 +12,7 @@ use futures::channel::oneshot;
 use millpond_core::batch::RegionId;
 use millpond_core::slab::{Handle, Slab, Slot};
 use millpond_core::time::{Duration, Instant};
-use millpond_core::transfer::{self, Dialling, JobSpec, PATHS_PER_PEER_MAX, PathId, SubmitError};
+use millpond_core::transfer::{self, Dialling, JobSpec, Lapse, PATHS_PER_PEER_MAX, PathId, SubmitError};
 use millpond_core::wire::hello::{Field, Identity, Refusal as Refused};
 use millpond_hal::backend::file::DriverInfo;
 use millpond_hal::backend::host::Host;
@@ -84,6 +84,8 @@ pub(super) struct Shard {
     /// Whether a task was woken that waits for arrivals.
     pub(super) woke: bool,
     pub(super) is_shut_down: bool,
+    /// Whether those who drive came to it when they meant to.
+    pub(super) lapse: Lapse,
 }
 
 struct Devices {
@@ -247,6 +249,7 @@ impl Shard {
             outcomes: Vec::new(),
             woke: false,
             is_shut_down: false,
+            lapse: Lapse::new(now),
         };
         let own = shard.own_peer(options, now)?;
         if let Some(gpus) = &options.gpus {
