@@ -209,7 +209,7 @@ fn a_healthy_peer_keeps_nine_tenths_of_its_rate_beside_a_stopped_one() {
 
 #[test]
 #[ignore = "measures: a quiet machine, in release; see its output"]
-fn small_moves_over_shm_take_about_a_microsecond() {
+fn small_moves_over_shm_are_timed() {
     let (here, peer) = (engine(80), Process::start(81, 1));
     let source = here.allocate_raw(LEN, Backing::Memfd, Rights::NONE).unwrap();
     let to = link(&here, peer.address, &peer.token);

@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use millpond_core::batch::{Capability, RegionToken};
+use millpond_core::batch::{Capability, RegionId, RegionToken};
 
 use super::Regions;
 use super::half::{Counter, Entry, Ring};
@@ -25,8 +25,8 @@ use crate::sync::full_fence;
 pub(super) enum Request {
     /// "I know the capability of `region`."
     Prove { region: u64, capability: Capability },
-    /// "Copy from my region into yours."
-    Write { ticket: u64, source: u64, source_offset: u64, target: RemoteRange, index: u64 },
+    /// "Copy from my region into yours." With `end`, that was the batch: see [`packed_end`].
+    Write { ticket: u64, source: u64, source_offset: u64, target: RemoteRange, index: u64, end: u64 },
     /// "May I copy from yours?"
     Read { ticket: u64, source: RemoteRange, index: u64 },
     /// "That was the batch."
@@ -40,10 +40,10 @@ impl Request {
                 let [low, high] = words_of(capability);
                 [1, region, low, high, 0, 0, 0, 0]
             }
-            Self::Write { ticket, source, source_offset, target, index } => {
+            Self::Write { ticket, source, source_offset, target, index, end } => {
                 // The length and the index share a word: 46 bits are the longest region, 17 the longest batch.
                 let packed = target.len << 17 | index;
-                [2, ticket, source, source_offset, bits_of(target.region), target.offset, packed, 0]
+                [2, ticket, source, source_offset, bits_of(target.region), target.offset, packed, end]
             }
             Self::Read { ticket, source, index } => {
                 [3, ticket, 0, 0, bits_of(source.region), source.offset, source.len << 17 | index, 0]
@@ -64,7 +64,7 @@ impl Request {
         let index = entry[6] & ((1 << 17) - 1);
         Some(match kind {
             1 => Self::Prove { region: entry[1], capability: capability_of([entry[2], entry[3]]) },
-            2 => Self::Write { ticket, source: entry[2], source_offset: entry[3], target: range, index },
+            2 => Self::Write { ticket, source: entry[2], source_offset: entry[3], target: range, index, end: entry[7] },
             3 => Self::Read { ticket, source: range, index },
             4 => {
                 let arrival = PostedArrival { region: region_of(entry[3]), counter: entry[4], amount: entry[5] };
@@ -73,6 +73,25 @@ impl Request {
             _ => return None,
         })
     }
+}
+
+/// The end of a batch as a word of its last write: 0 if it does not fit, and an entry of its own follows. An arrival that
+/// fits is of the region written to.
+fn packed_end(arrival: Option<PostedArrival>, target: RegionId) -> u64 {
+    match arrival {
+        None => 1,
+        Some(PostedArrival { region, counter, amount }) => {
+            let fits = region == target && counter >> 32 == 0 && amount > 0 && amount >> 31 == 0;
+            if fits { counter << 32 | amount << 1 | 1 } else { 0 }
+        }
+    }
+}
+
+/// What such a word says: `None` if more of the batch follows, and else its arrival.
+pub(super) fn unpacked_end(end: u64, target: RegionId) -> Option<Option<PostedArrival>> {
+    let amount = end >> 1 & ((1 << 31) - 1);
+    let arrival = PostedArrival { region: target, counter: end >> 32, amount };
+    (end & 1 == 1).then_some((amount > 0).then_some(arrival))
 }
 
 fn words_of(capability: Capability) -> [u64; 2] {
@@ -136,6 +155,8 @@ struct Asked {
     /// Moves published.
     published: usize,
     end_published: bool,
+    /// It takes long enough that somebody asks how far it is.
+    is_long: bool,
     /// Moves that were reported as ended already, ascending.
     reported: Vec<u32>,
     answer: Option<Answer>,
@@ -227,10 +248,15 @@ impl Asking {
         let count = post.moves.len();
         let is_ours = count > 0 && self.is_ours_alone(&post, shared);
         let answer = Answer { handled: count, partial: false, arrival_refused: None };
+        let is_long = post.moves.iter().map(|posted| posted.remote.len).sum::<u64>() > TURN_CHUNK_LEN;
+        if let (true, Some(peer)) = (is_long && !self.batches.iter().any(|batch| batch.is_long), &shared.peer) {
+            self.applied_seen = peer.half.value(Counter::BytesApplied);
+        }
         self.batches.push_back(Asked {
             post,
             published: if is_ours { count } else { 0 },
             end_published: is_ours,
+            is_long,
             reported: Vec::new(),
             answer: is_ours.then_some(answer),
             copied: 0,
@@ -288,15 +314,18 @@ impl Asking {
                 }
                 prove(&mut self.attached, shared, bits_of(posted.remote.region));
                 let index = batch.published as u64;
+                batch.published += 1;
                 let request = match posted.access {
                     Access::Write => {
+                        let is_last = batch.published == batch.post.moves.len();
+                        let end = if is_last { packed_end(batch.post.arrival, posted.remote.region) } else { 0 };
+                        batch.end_published = end != 0;
                         let source_offset = posted.local_offset;
-                        Request::Write { ticket, source, source_offset, target: posted.remote, index }
+                        Request::Write { ticket, source, source_offset, target: posted.remote, index, end }
                     }
                     Access::Read => Request::Read { ticket, source: posted.remote, index },
                 };
                 shared.publish(Ring::Requests, request.to_entry());
-                batch.published += 1;
             }
         }
         worked
@@ -309,11 +338,13 @@ impl Asking {
             shared.end(LinkDownReason::Violation("an impossible count of replies"));
             return true;
         };
-        let applied = peer.half.value(Counter::BytesApplied);
-        let bytes = applied.wrapping_sub(self.applied_seen);
-        self.applied_seen = applied;
-        if let (Some(batch), true) = (self.batches.front(), bytes > 0) {
-            inbound.event(Event::Progress { ticket: batch.post.ticket, bytes });
+        let mut bytes = 0;
+        if let Some(batch) = self.batches.front().filter(|batch| batch.is_long) {
+            let applied = peer.half.value(Counter::BytesApplied);
+            bytes = applied.wrapping_sub(core::mem::replace(&mut self.applied_seen, applied));
+            if bytes > 0 {
+                inbound.event(Event::Progress { ticket: batch.post.ticket, bytes });
+            }
         }
         for index in self.consumed..self.consumed + waiting {
             let entry = peer.half.entry(Ring::Replies, index);
@@ -528,5 +559,23 @@ fn report_each(post: &Post, reported: &[u32], outcomes: &[Outcome], last: Outcom
     }
     if let Some((first, count, outcome)) = run {
         inbound.event(Event::Ended { ticket: post.ticket, first, count, outcome });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_batch_goes_with_its_last_write_or_has_an_entry_of_its_own() {
+        let (target, other) = (RegionId { slot: 3, epoch: 9 }, RegionId { slot: 4, epoch: 9 });
+        let of = |region, counter, amount| Some(PostedArrival { region, counter, amount });
+        assert_eq!(unpacked_end(0, target), None);
+        for arrival in [None, of(target, 0, 1), of(target, u64::from(u32::MAX), (1 << 31) - 1)] {
+            assert_eq!(unpacked_end(packed_end(arrival, target), target), Some(arrival));
+        }
+        for long in [of(other, 0, 1), of(target, 1 << 32, 1), of(target, 0, 1 << 31), of(target, 0, 0)] {
+            assert_eq!(packed_end(long, target), 0, "{long:?}");
+        }
     }
 }

@@ -6,6 +6,7 @@
 //! entry is written before the head that publishes it, and not written again before the peer's consumed count passed it.
 #![allow(unsafe_code)]
 
+use core::cell::Cell;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,7 +25,7 @@ pub(crate) const ENTRY_WORDS: usize = 8;
 pub(crate) type Entry = [u64; ENTRY_WORDS];
 
 /// Version of the layout, in the first word.
-const LAYOUT: u64 = 0x4d50_5348_4d00_0001;
+const LAYOUT: u64 = 0x4d50_5348_4d00_0002;
 const CACHE_LINE_WORDS: usize = 8;
 const RINGS_AT: usize = 16 * CACHE_LINE_WORDS;
 const HALF_WORDS: usize = RINGS_AT + 2 * (RING_LEN as usize) * ENTRY_WORDS;
@@ -94,6 +95,8 @@ fn slot(index: u64) -> usize {
 pub(crate) struct OwnHalf<W = OwnWords> {
     words: W,
     published: [u64; 2],
+    /// What the peer had consumed of each ring when we looked last.
+    consumed: [Cell<u64>; 2],
 }
 
 impl OwnHalf {
@@ -111,7 +114,7 @@ impl OwnHalf {
 impl<W: WordsMut> OwnHalf<W> {
     /// A half with empty rings in words that are all 0.
     pub(crate) fn over(words: W) -> Self {
-        let half = Self { words, published: [0; 2] };
+        let half = Self { words, published: [0; 2], consumed: [const { Cell::new(0) }; 2] };
         half.set(Counter::Layout, LAYOUT);
         half
     }
@@ -126,11 +129,15 @@ impl<W: WordsMut> OwnHalf<W> {
         self.words.load(counter as usize * CACHE_LINE_WORDS, Ordering::Relaxed)
     }
 
-    /// How many entries of `ring` can be published now. An impossible count of the peer's reads as none.
+    /// How many entries of `ring` can be published now, or fewer. An impossible count of the peer's reads as none.
     pub(super) fn room<P: Words>(&self, ring: Ring, peer: &PeerHalf<P>) -> u64 {
-        let published = self.published[ring as usize];
-        let waiting = published.wrapping_sub(peer.value(ring.consumed()));
-        RING_LEN.saturating_sub(waiting)
+        let (published, seen) = (self.published[ring as usize], &self.consumed[ring as usize]);
+        let room = |consumed: u64| RING_LEN.saturating_sub(published.wrapping_sub(consumed));
+        // While half of the ring is known to be free, the peer's count stays in its own cache.
+        if room(seen.get()) < RING_LEN / 2 {
+            seen.set(peer.value(ring.consumed()));
+        }
+        room(seen.get())
     }
 
     /// Publishes an entry; the caller saw room for it.

@@ -8,10 +8,10 @@
 use std::collections::BTreeMap;
 
 use super::Regions;
-use super::ask::{Reply, Request};
+use super::ask::{Reply, Request, unpacked_end};
 use super::half::{Counter, Entry, Ring};
 use super::link::{Shared, bits_of, region_of};
-use crate::contract::{Access, Inbound, LinkDownReason, PostedArrival, Refusal, RemoteRange, TURN_CHUNK_LEN};
+use crate::contract::{Access, Inbound, LinkDownReason, LinkId, PostedArrival, Refusal, RemoteRange, TURN_CHUNK_LEN};
 use crate::copy::copy;
 use millpond_core::batch::{Capability, Rights};
 
@@ -41,6 +41,8 @@ pub(super) struct Serving {
     applied: u64,
     current: Current,
     pending_reply: Option<Entry>,
+    /// The batch whose last move was handled, and its arrival: its end is answered next.
+    ending: Option<(u64, Option<PostedArrival>)>,
     refused_proofs: BTreeMap<u64, Refusal>,
 }
 
@@ -59,7 +61,9 @@ impl Serving {
     pub(super) fn has_work(&self, shared: &Shared) -> bool {
         let Some(peer) = &shared.peer else { return false };
         let waiting = peer.half.waiting(Ring::Requests, self.consumed).is_none_or(|waiting| waiting > 0);
-        (waiting || self.pending_reply.is_some()) && shared.room(Ring::Replies) > 0 && shared.socket.is_flushed()
+        (waiting || self.pending_reply.is_some() || self.ending.is_some())
+            && shared.room(Ring::Replies) > 0
+            && shared.socket.is_flushed()
     }
 
     /// Serves requests until the budget is spent. Bounded by the ring's length.
@@ -77,6 +81,10 @@ impl Serving {
                 worked = true;
                 continue;
             }
+            if let Some((ticket, arrival)) = self.ending.take() {
+                self.end(shared.id, ticket, arrival, inbound);
+                continue;
+            }
             let Some(peer) = &shared.peer else { break };
             let entry = match peer.half.waiting(Ring::Requests, self.consumed) {
                 Some(0) => break,
@@ -91,8 +99,6 @@ impl Serving {
                 Step::Next => {
                     self.consumed += 1;
                     self.offset = 0;
-                    shared.own.set(Counter::RequestsConsumed, self.consumed);
-                    shared.news = true;
                 }
                 Step::Later => {}
                 Step::Stop => {
@@ -103,6 +109,12 @@ impl Serving {
                     break;
                 }
             }
+        }
+        // After the answers, which somebody waits for.
+        if worked {
+            shared.own.set(Counter::RequestsConsumed, self.consumed);
+            shared.own.set(Counter::BytesApplied, self.applied);
+            shared.news = true;
         }
         worked
     }
@@ -121,11 +133,15 @@ impl Serving {
         };
         match request {
             Request::Prove { region, capability } => self.prove(shared, region, capability, regions, inbound),
-            Request::Write { ticket, source, source_offset, target, index } => {
-                if !self.begin(shared, ticket) {
-                    return Step::Next;
+            Request::Write { ticket, source, source_offset, target, index, end } => {
+                let step = match self.begin(shared, ticket) {
+                    true => self.write(shared, (source, source_offset), target, index, left, inbound),
+                    false => Step::Next,
+                };
+                if let (Step::Next, Some(arrival)) = (&step, unpacked_end(end, target.region)) {
+                    self.ending = Some((ticket, arrival));
                 }
-                self.write(shared, (source, source_offset), target, index, left, inbound)
+                step
             }
             Request::Read { ticket, source, index } => {
                 if self.begin(shared, ticket) {
@@ -134,7 +150,11 @@ impl Serving {
                 }
                 Step::Next
             }
-            Request::End { ticket, arrival } => self.end(shared, ticket, arrival, inbound),
+            Request::End { .. } if shared.peer_closed() => Step::Stop,
+            Request::End { ticket, arrival } => {
+                self.end(shared.id, ticket, arrival, inbound);
+                Step::Next
+            }
         }
     }
 
@@ -245,7 +265,6 @@ impl Serving {
         *left = left.saturating_sub(piece);
         self.offset += piece;
         self.applied += piece;
-        shared.own.set(Counter::BytesApplied, self.applied);
         if self.offset < target.len {
             return Step::Later;
         }
@@ -253,25 +272,16 @@ impl Serving {
         Step::Next
     }
 
-    fn end(
-        &mut self,
-        shared: &mut Shared,
-        ticket: u64,
-        arrival: Option<PostedArrival>,
-        inbound: &mut dyn Inbound,
-    ) -> Step {
-        if shared.peer_closed() {
-            return Step::Stop;
-        }
+    /// Answers a batch. Nothing was copied since the peer was last seen not to have closed the link.
+    fn end(&mut self, link: LinkId, ticket: u64, arrival: Option<PostedArrival>, inbound: &mut dyn Inbound) {
         // A cut that finds nothing left to drop changes nothing.
         let current = core::mem::take(&mut self.current);
         let current = if current.ticket == ticket { current } else { Current { ticket, ..Current::default() } };
         let mut code = 0;
         if let (Some(arrival), false, false) = (arrival, current.refused, current.cut) {
-            code = inbound.arrive(shared.id, arrival).err().map_or(0, |refusal| u64::from(refusal.code()));
+            code = inbound.arrive(link, arrival).err().map_or(0, |refusal| u64::from(refusal.code()));
         }
         let partial = u64::from(current.partial);
         self.pending_reply = Some(Reply::Done { ticket, handled: current.handled, partial, code }.to_entry());
-        Step::Next
     }
 }
