@@ -56,11 +56,17 @@ fn line(source: &mut impl BufRead) -> io::Result<String> {
 
 /// Sends one request and reads the head of its answer.
 pub(crate) fn ask(address: SocketAddr, method: &str, path: &str, body: &[u8]) -> io::Result<Answer> {
+    ask_with(address, method, path, body, "")
+}
+
+/// The same with more lines of its head, each with its end.
+pub(crate) fn ask_with(address: SocketAddr, method: &str, path: &str, body: &[u8], lines: &str) -> io::Result<Answer> {
     let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(WAIT))?;
     let len = body.len();
-    let head = format!("{method} {path} HTTP/1.1\r\nhost: e2e\r\nconnection: close\r\ncontent-length: {len}\r\n\r\n");
+    let head =
+        format!("{method} {path} HTTP/1.1\r\nhost: e2e\r\nconnection: close\r\n{lines}content-length: {len}\r\n\r\n");
     stream.write_all(&[head.as_bytes(), body].concat())?;
     let mut source = BufReader::new(stream);
     let start = line(&mut source)?;

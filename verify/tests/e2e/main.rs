@@ -8,6 +8,7 @@ mod client;
 mod cluster;
 mod equal;
 mod faults;
+mod follow;
 mod idle;
 mod nonsense;
 mod openai;

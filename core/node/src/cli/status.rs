@@ -26,7 +26,9 @@ pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_
             &format!("requests go to http://{}/v1; process {} looks after the cluster", cluster.http, cluster.pid),
             json!({"http": cluster.http, "pid": cluster.pid}),
         )?;
-        for (node, state, downgrades) in join_all(cluster.nodes.iter().map(|node| ask(runtime, node))).await {
+        for Asked { node, state, downgrades, follower } in
+            join_all(cluster.nodes.iter().map(|node| ask(runtime, node))).await
+        {
             silent += usize::from(state["status"] != "ready");
             let (status, reason) = (text(&state["status"]), text(&state["reason"]));
             let line =
@@ -40,6 +42,12 @@ pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_
                 output.line(
                     &format!("{:<12} downgraded   {count} posts over {to} instead of {from}: {reason}", node.name),
                     json!({"node": node.name, "downgraded": {"from": from, "to": to, "reason": reason, "count": count}}),
+                )?;
+            }
+            if let Some(view) = follower {
+                output.line(
+                    &format!("{:<12} {}", node.name, followed(&view)),
+                    json!({"node": node.name, "follows": view}),
                 )?;
             }
         }
@@ -79,17 +87,53 @@ fn mebibytes(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-async fn ask<'n, R: Runtime>(runtime: &R, node: &'n Node) -> (&'n Node, Value, Vec<Downgrades>) {
+/// What a node says of itself.
+struct Asked<'n> {
+    node: &'n Node,
+    state: Value,
+    downgrades: Vec<Downgrades>,
+    /// What it knows of the store, if it is a router that follows one.
+    follower: Option<Value>,
+}
+
+async fn ask<'n, R: Runtime>(runtime: &R, node: &'n Node) -> Asked<'n> {
     let deadline = runtime.now() + PATIENCE;
     let state = match fetch(runtime, node.http, Method::Get, "/ready", Vec::new(), deadline).await {
         Ok((_, body)) => serde_json::from_slice(&body).unwrap_or_else(|_| json!({"status": "confused"})),
-        Err(error) => return (node, json!({"status": "silent", "reason": error.to_string()}), Vec::new()),
+        Err(error) => {
+            let state = json!({"status": "silent", "reason": error.to_string()});
+            return Asked { node, state, downgrades: Vec::new(), follower: None };
+        }
     };
-    let metrics = match fetch(runtime, node.http, Method::Get, "/metrics", Vec::new(), deadline).await {
+    let downgrades = match fetch(runtime, node.http, Method::Get, "/metrics", Vec::new(), deadline).await {
         Ok((200, body)) => String::from_utf8_lossy(&body).lines().filter_map(Downgrades::parse).collect(),
         _ => Vec::new(),
     };
-    (node, state, metrics)
+    let follower = match fetch(runtime, node.http, Method::Get, "/debug/explain", Vec::new(), deadline).await {
+        Ok((200, body)) => serde_json::from_slice::<Value>(&body).ok().map(|view| view["router"]["store"].clone()),
+        _ => None,
+    };
+    Asked { node, state, downgrades, follower: follower.filter(Value::is_object) }
+}
+
+/// A router's view of the store in a line: whether it is followed, how far, and since when nothing was heard.
+fn followed(view: &Value) -> String {
+    let number = |name: &str| view[name].as_u64().unwrap_or(0);
+    let ago =
+        |name: &str| view[name].as_u64().map(|millis| format!("{}.{} s ago", millis / 1_000, millis % 1_000 / 100));
+    let heard = ago("heard_ms_ago").map_or_else(|| "never heard".into(), |ago| format!("heard {ago}"));
+    let state = match text(&view["state"]) {
+        "current" => "follows      ".to_owned(),
+        "snapshot" => "resyncs      ".to_owned(),
+        _ => {
+            let current = ago("current_ms_ago").map_or_else(|| "never".into(), |ago| ago);
+            format!("does not follow the directory: {}; all was known last {current}; ", text(&view["why"]))
+        }
+    };
+    // The first snapshot is none of a gap.
+    let resyncs = number("snapshots").saturating_sub(1);
+    let (term, event, behind, blocks) = (number("term"), number("event"), number("events_behind"), number("blocks"));
+    format!("{state}{blocks} blocks, term {term}, event {event}, {behind} behind, {resyncs} resyncs, {heard}")
 }
 
 /// How often a node took less than the best path, from its metrics.
@@ -122,6 +166,20 @@ fn text(value: &Value) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_router_that_does_not_follow_says_why_and_since_when() {
+        let mut view = json!({"state": "current", "why": null, "term": 3, "event": 120, "events_behind": 0,
+            "blocks": 412, "snapshots": 2, "heard_ms_ago": 460, "current_ms_ago": 460});
+        let line = "follows      412 blocks, term 3, event 120, 0 behind, 1 resyncs, heard 0.4 s ago";
+        assert_eq!(followed(&view), line);
+        (view["state"], view["why"], view["heard_ms_ago"]) = ("lost".into(), "refused".into(), 12_000.into());
+        let line = "does not follow the directory: refused; all was known last 0.4 s ago; 412 blocks, term 3, event 120, \
+             0 behind, 1 resyncs, heard 12.0 s ago";
+        assert_eq!(followed(&view), line);
+        let never = followed(&json!({"state": "lost", "why": "it was not asked yet"}));
+        assert!(never.contains("known last never; 0 blocks") && never.ends_with("never heard"), "{never}");
+    }
 
     #[test]
     fn only_downgrades_that_happened_are_shown() {

@@ -373,7 +373,7 @@ pub(super) fn explained(record: &Record, decision: &Decision, hash: u64) -> Valu
         "margin": placed.margin, "index_version": record.index_version, "log_hash": format!("{hash:016x}"),
         "ttft_ms": {"low": decision.ttft.low * 1e3, "expected": decision.ttft.expected * 1e3,
             "high": decision.ttft.high * 1e3},
-        "tbt_ms": decision.tbt * 1e3, "was_promised": decision.was_promised,
+        "tbt_ms": decision.tbt * 1e3, "was_promised": decision.was_promised, "is_favoured": decision.is_favoured,
     });
     if let Some(answer) = record.answer {
         let figures = answer.figures;

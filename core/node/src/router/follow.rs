@@ -19,7 +19,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 
 use futures::stream::StreamExt;
-use millpond_core::directory::EventPage;
+use millpond_core::directory::{EventPage, Stamp};
 use millpond_core::hash::{BlockName, Namer};
 use millpond_core::sched::conductor::Stored;
 use millpond_core::sched::feed::{Fed, Feed};
@@ -69,7 +69,19 @@ struct Known {
     state: State,
     /// The last sign of life.
     heard: Option<Instant>,
+    /// The last event that the directory told of.
+    told: Stamp,
+    /// When all that it told of was known last, and what that was.
+    current: Option<(Instant, Stamp)>,
     silent: Silent,
+}
+
+impl Known {
+    /// Events that the directory told of and that are not known; after a change of its term, all of the new one.
+    fn behind(&self) -> u64 {
+        let known = self.current.filter(|(_, known)| known.term == self.told.term);
+        self.told.n.saturating_sub(known.map_or(0, |(_, known)| known.n))
+    }
 }
 
 /// Where the follower is with the directory.
@@ -91,6 +103,10 @@ struct Meters {
     blocks: Gauge,
     nodes: Gauge,
     silent: Gauge,
+    term: Gauge,
+    event: Gauge,
+    behind: Gauge,
+    unheard: Gauge,
     expected: Counter,
     missing: Counter,
 }
@@ -112,6 +128,13 @@ impl Meters {
             silent: gauge(
                 "millpond_router_index_silent_nodes",
                 "Serving nodes none of whose blocks came to the store.",
+            ),
+            term: gauge("millpond_router_index_term", "The directory's term that is followed."),
+            event: gauge("millpond_router_index_event", "The number of its last event that is known."),
+            behind: gauge("millpond_router_index_behind_events", "Events that it told of and that are not known."),
+            unheard: gauge(
+                "millpond_router_index_unheard_ms",
+                "How long the directory has given no sign of life; updated whenever it is asked anew.",
             ),
             expected: counter(
                 "millpond_router_blocks_expected_total",
@@ -153,6 +176,8 @@ impl Follower {
             index: Index::new(limits, 0x6d69_6c6c_706f_6e64),
             state: State::Lost { why: "it was not asked yet".into() },
             heard: None,
+            told: Stamp::ZERO,
+            current: None,
             silent: Silent::new(serving),
         };
         let meters = Meters::new(registry);
@@ -185,7 +210,8 @@ impl Follower {
     /// What is known and how well, for people and programs.
     pub(super) fn view(&self) -> Value {
         let (inner, known) = (&*self.inner, self.inner.known.lock());
-        let position = known.feed.position();
+        let (position, now) = (known.feed.position(), inner.timers.now());
+        let ago = |then: Option<Instant>| then.map(|then| now.since(then).as_millis());
         let (state, why) = match &known.state {
             State::Snapshot => ("snapshot", None),
             State::Current => ("current", None),
@@ -193,8 +219,10 @@ impl Follower {
         };
         json!({
             "state": state, "why": why, "term": position.term, "event": position.n,
-            "heard_ms_ago": known.heard.map(|heard| inner.timers.now().since(heard).as_millis()),
+            "heard_ms_ago": ago(known.heard),
+            "current_ms_ago": ago(known.current.map(|(then, _)| then)), "events_behind": known.behind(),
             "blocks": known.index.totals().blocks, "snapshots": inner.meters.snapshots.value(),
+            "lost": inner.meters.lost.value(),
             "nodes": inner.meters.nodes.value(), "nodes_without_a_place": known.feed.nodes_refused(),
             "blocks_expected": inner.meters.expected.value(), "blocks_missing": inner.meters.missing.value(),
             "silent": known.silent.names(),
@@ -225,6 +253,7 @@ impl Follower {
         }
         known.state = State::Lost { why };
         inner.meters.current.set(0);
+        inner.meters.unheard.set(known.heard.map_or(0, |heard| inner.timers.now().since(heard).as_millis()));
         known.heard
     }
 
@@ -256,8 +285,10 @@ impl Follower {
     fn on_page(&self, page: &EventPage) -> Fed {
         let (inner, mut known) = (&*self.inner, self.inner.known.lock());
         let known = &mut *known;
-        known.heard = Some(inner.timers.now());
+        (known.heard, known.told) = (Some(inner.timers.now()), page.next);
         let fed = known.feed.on_page(&mut known.index, page);
+        inner.meters.behind.set(known.behind());
+        inner.meters.unheard.set(0);
         if fed == Fed::Taken {
             inner.meters.events.add(page.events.len() as u64);
             self.on_current(known);
@@ -271,7 +302,11 @@ impl Follower {
         if known.state != State::Current {
             tracing::info!(blocks = known.index.totals().blocks, "router: the store's blocks are known");
         }
-        known.state = State::Current;
+        let position = known.feed.position();
+        (known.state, known.current) = (State::Current, Some((now, position)));
+        inner.meters.term.set(position.term);
+        inner.meters.event.set(position.n);
+        inner.meters.behind.set(known.behind());
         let index = &known.index;
         known.silent.look(now, |name| index.pooled(&[name]) > 0);
         inner.meters.current.set(1);

@@ -274,7 +274,13 @@ fn a_directory_that_restarts_is_followed_into_its_new_term() {
         world.state.lock().directory = None;
         world.sleep(2_000).await;
         assert_eq!(follower.seek("", &prompt(3)).stored.blocks, BLOCKS, "a moment without it is nothing");
-        assert_eq!((&follower.view()["state"], &follower.view()["why"]), (&json!("lost"), &json!(DOWN)));
+        let view = follower.view();
+        assert_eq!((&view["state"], &view["why"], &view["lost"]), (&json!("lost"), &json!(DOWN), &json!(1)));
+        assert!(
+            view["heard_ms_ago"].as_u64() >= Some(2_000) && view["heard_ms_ago"] == view["current_ms_ago"],
+            "{view}"
+        );
+        assert!(value(&registry, "millpond_router_index_unheard_ms ") > 0);
         world.sleep(4_500).await;
         assert_eq!(follower.seek("", &prompt(3)).stored.blocks, 0, "nobody loads anything without a directory");
         // It comes back empty; some of the prompts are stored again.
@@ -283,7 +289,14 @@ fn a_directory_that_restarts_is_followed_into_its_new_term() {
         world.sleep(3_000).await;
         assert_eq!((world.differences(&follower), follower.seek("", &prompt(3)).stored.blocks), ((0, 0), BLOCKS));
         assert_eq!(follower.seek("", &prompt(PROMPTS - 1)).stored.blocks, 0);
-        assert_eq!((value(&registry, "millpond_router_index_lost_total "), &follower.view()["term"]), (1, &json!(2)));
+        let view = follower.view();
+        let event = json!(value(&registry, "millpond_router_index_event "));
+        assert_eq!((&view["term"], &view["event"], &view["events_behind"]), (&json!(2), &event, &json!(0)));
+        assert_eq!(
+            ["lost_total ", "term ", "unheard_ms ", "behind_events "]
+                .map(|name| value(&registry, &format!("millpond_router_index_{name}"))),
+            [1, 2, 0, 0]
+        );
         (0..PROMPTS).for_each(|number| world.state.lock().store(number));
         world.sleep(1_000).await;
         assert_eq!(world.differences(&follower), (0, 0));
