@@ -7,6 +7,7 @@
 
 pub mod admission;
 pub mod block_cache;
+pub mod colocate;
 pub mod conductor;
 pub mod cost;
 pub mod feed;

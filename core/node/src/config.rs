@@ -24,6 +24,7 @@ mod tenants;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use millpond_core::sched::colocate::Colocate;
 use millpond_core::sched::{admission, placement};
 use millpond_core::time::Duration;
 
@@ -292,6 +293,8 @@ pub struct Router {
     pub deadline: Duration,
     /// Who serves a request.
     pub placement: placement::Policy,
+    /// Whether decode nodes may compute prompts although there are prefill nodes.
+    pub colocate: Colocate,
     /// Whether it is served.
     pub admission: admission::Policy,
     /// Deadlines of requests that name none.
@@ -444,6 +447,7 @@ fn router(reader: &mut Reader<'_>) -> Result<Option<Router>, ConfigError> {
         waiting_max: reader.integer("router.waiting_max", 1_024, 0..=1_048_576)?,
         deadline: reader.parsed("router.deadline", "10m", parse_span)?,
         placement: reader.parsed("router.placement", "millpond", named)?,
+        colocate: reader.parsed("router.colocate", "never", named)?,
         admission: reader.parsed("router.admission", "millpond", named)?,
         slo: admission::Slo {
             ttft: reader.parsed("router.ttft_slo", "2m", parse_span)?,

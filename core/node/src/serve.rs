@@ -434,6 +434,7 @@ impl<R: Runtime> Composer<'_, R> {
         };
         let mut scheduling = Scheduling::default();
         (scheduling.placement.policy, scheduling.admission.policy) = (router.placement, router.admission);
+        scheduling.placement.colocate = router.colocate;
         (scheduling.slo, scheduling.decisions) = (router.slo, router.decisions.clone());
         if let Some(path) = &router.tenants {
             let read = config::tenants(path);

@@ -5,6 +5,9 @@
 //! on each decode instance, how long answers last, how far predictions were off. It sends nothing and knows no addresses: instances are numbers. The same inputs in the same order
 //! give the same decisions, so a log of its inputs replays exactly.
 //!
+//! Whether its decode instance computes a prompt itself is chosen and recorded for each ([`super::colocate`]); as
+//! long as it does, the prompt is in no line.
+//!
 //! Without prefill instances the decode instances compute prompts themselves: each is then also the prefill instance of the
 //! same number, and a request is placed by its prompt.
 //!
@@ -22,6 +25,7 @@ use alloc::vec::Vec;
 
 use super::admission::{self, Admission, Ask, Outlook, Shares, Slo, Verdict};
 use super::block_cache::{BlockCache, Changes};
+use super::colocate::{Ability, Choice, DecodeSide, Elsewhere};
 use super::cost::{Band, Decode, Interval, Profile, Refined, Work};
 use super::forecast::{Occupancy, Resident, State};
 use super::index::{Change, Event, Index, Limits, Matches};
@@ -59,6 +63,8 @@ pub struct Setup {
     pub prefill: usize,
     /// Decode instances, at least one.
     pub decode: usize,
+    /// Whether those compute prompts that they are sent without their KV.
+    pub ability: Ability,
     /// What instances cost.
     pub profile: Profile,
     /// Whether the costs are refined by what is measured.
@@ -99,6 +105,7 @@ impl Setup {
         Self {
             prefill,
             decode,
+            ability: Ability::Able,
             profile,
             learning: Learning::On,
             placement: placement::Options::default(),
@@ -174,6 +181,8 @@ pub struct Decision {
     pub placed: Placed,
     /// The decode instance.
     pub decode: u32,
+    /// Whether that computes the prompt, and not the instance in `placed`.
+    pub is_colocated: bool,
     /// Its rank in the line of the prefill instance.
     pub rank: u64,
     /// Whether it was promised a place.
@@ -230,6 +239,8 @@ pub struct Conductor {
     changes: Changes,
     occupancy: Occupancy,
     decode_down: Vec<bool>,
+    /// Prompts that each decode instance computes although there are prefill instances.
+    beside: Vec<Beside>,
     /// Steps of each decode instance: who tells of them may be overtaken by others who know of more.
     steps: Vec<u64>,
     admission: Admission,
@@ -253,12 +264,21 @@ struct Lane {
     number: u64,
 }
 
+/// Prompts that a decode instance computes beside its batch.
+#[derive(Clone, Copy, Default)]
+struct Beside {
+    count: u32,
+    /// When they are done.
+    until: Instant,
+}
+
 struct Request {
     arrived: Instant,
     tokens: u32,
     hint: Option<u32>,
     blocks: Vec<RouteHash>,
-    prefill: u32,
+    /// Whose line it is in; `None` if its decode instance computes it beside its batch.
+    prefill: Option<u32>,
     decode: u32,
     predicted: Interval,
     is_prefilled: bool,
@@ -302,6 +322,7 @@ impl Conductor {
             changes: Changes::default(),
             occupancy: Occupancy::new(setup.decode),
             decode_down: alloc::vec![false; setup.decode],
+            beside: alloc::vec![Beside::default(); setup.decode],
             steps: alloc::vec![0; setup.decode],
             admission: Admission::new(setup.admission),
             shares: Shares::new(&setup.tenants),
@@ -379,11 +400,16 @@ impl Conductor {
         if self.setup.prefill == 0 {
             answer.decode = Some(placed.chosen.instance);
         }
-        let ttft = self.band.interval(ttft.expected + answer.door.as_secs_f64());
         self.record.answer = Some(answer);
+        let side = self.decode_side(now, arrival, &placed, answer.decode);
+        let choice = self.record.colocate(&self.profile, side).expect("it was placed");
+        let is_colocated = choice.reason.is_colocated();
+        let seconds =
+            if is_colocated && self.setup.prefill > 0 { choice.colocated.as_secs_f64() } else { ttft.expected };
+        let ttft = self.band.interval(seconds + answer.door.as_secs_f64());
         self.log.push(&mut self.record);
         let verdict = if arrival.is_retry { Verdict::Admit } else { answer.verdict };
-        let decode = answer.decode.unwrap_or_else(|| self.roomiest(tokens));
+        let decode = side.instance;
         let (cost, is_new) = (self.cost(&ask, prefill), !arrival.is_retry);
         if is_new {
             self.shares.on_asked(now, tenant, cost);
@@ -395,11 +421,51 @@ impl Conductor {
                 }
                 let resident = Resident { id, tokens, hint, tbt: slo.tbt, join: answer.join, joined: None };
                 self.occupancy.reserve(decode, resident);
-                self.dispatch(now, arrival, &placed, rank, ttft, decode);
+                self.dispatch(now, arrival, &placed, rank, ttft, &choice);
             }
             Verdict::Refuse { retry_after, .. } => self.promise(arrival.name, now + retry_after),
         }
-        Decision { verdict, placed, decode, rank, was_promised, is_favoured, ttft, tbt: answer.step.seconds }
+        Decision {
+            verdict,
+            placed,
+            decode,
+            is_colocated,
+            rank,
+            was_promised,
+            is_favoured,
+            ttft,
+            tbt: answer.step.seconds,
+        }
+    }
+
+    /// What is known of the decode instance that a request goes to.
+    fn decode_side(&self, now: Instant, arrival: &Arrival, placed: &Placed, decode: Option<u32>) -> DecodeSide {
+        let instance = decode.unwrap_or_else(|| self.roomiest(arrival.tokens));
+        let view = self.occupancy.view(instance);
+        let elsewhere = match self.setup.prefill {
+            0 => Elsewhere::Nobody,
+            count if arrival.prefill_down.len() >= count => Elsewhere::Down,
+            _ => Elsewhere::Up,
+        };
+        let reused = match (elsewhere, arrival.stored) {
+            (Elsewhere::Nobody, _) => placed.chosen.reused,
+            // What the store has every instance loads; beside it a decode instance keeps nothing.
+            (_, stored) => {
+                stored.map_or(0, |stored| stored.blocks).min(arrival.tokens / self.profile.block_tokens)
+                    * self.profile.block_tokens
+            }
+        };
+        DecodeSide {
+            instance,
+            ability: self.setup.ability,
+            elsewhere,
+            reused,
+            wait: self.beside[instance as usize].until.since(now),
+            batch: view.batch,
+            context: view.context,
+            tbt: self.occupancy.strictest(instance),
+            behind: self.record.prefill[placed.chosen.instance as usize].behind,
+        }
     }
 
     /// Seconds of instances that a request takes: its prefill after hits, and what it adds to the steps of its answer.
@@ -482,21 +548,28 @@ impl Conductor {
         placed: &Placed,
         rank: u64,
         predicted: Interval,
-        decode: u32,
+        choice: &Choice,
     ) {
         let chosen = &placed.chosen;
+        let DecodeSide { instance: decode, elsewhere, .. } = choice.side;
+        let is_beside = choice.reason.is_colocated() && elsewhere != Elsewhere::Nobody;
         let request = Request {
             arrived: now,
             tokens: arrival.tokens,
             hint: arrival.hint,
             blocks: arrival.blocks.clone(),
-            prefill: chosen.instance,
+            prefill: (!is_beside).then_some(chosen.instance),
             decode,
             predicted,
             is_prefilled: false,
             joined: None,
         };
         self.requests.insert(arrival.id, request);
+        if is_beside {
+            let beside = &mut self.beside[decode as usize];
+            (beside.count, beside.until) = (beside.count + 1, now + choice.colocated);
+            return;
+        }
         let lane = &mut self.lanes[chosen.instance as usize];
         if arrival.stored.is_none() {
             lane.believe(now, arrival, chosen, &mut self.changes, &mut self.index);
@@ -519,7 +592,15 @@ impl Conductor {
         if core::mem::replace(&mut request.is_prefilled, true) {
             return;
         }
-        let lane = &mut self.lanes[request.prefill as usize];
+        let Some(prefill) = request.prefill else {
+            let beside = &mut self.beside[request.decode as usize];
+            beside.count -= 1;
+            if beside.count == 0 {
+                beside.until = now;
+            }
+            return;
+        };
+        let lane = &mut self.lanes[prefill as usize];
         lane.cache.on_computed(now, &request.blocks, id);
         if lane.computes == Some(id) {
             lane.computes = None;

@@ -8,6 +8,7 @@
 use alloc::vec::Vec;
 
 use super::admission::{Answer, Figures, Verdict};
+use super::colocate::{self, DecodeSide};
 use super::cost::Profile;
 use super::placement::{Candidate, Options, Placed, PrefillView, Prompt, place_prefill};
 use crate::time::{Duration, Instant};
@@ -48,6 +49,8 @@ pub struct Record {
     pub placed: Option<Placed>,
     /// Whether it is served, and the decode instance.
     pub answer: Option<Answer>,
+    /// Whether the decode instance computes the prompt, and why.
+    pub colocation: Option<colocate::Choice>,
 }
 
 impl Record {
@@ -56,7 +59,7 @@ impl Record {
         (self.now, self.id, self.prompt, self.index_version) = (now, id, prompt, index_version);
         self.prefill.clear();
         self.candidates.clear();
-        (self.placed, self.answer) = (None, None);
+        (self.placed, self.answer, self.colocation) = (None, None, None);
     }
 
     /// Places the prompt among the instances that were put into [`Record::prefill`].
@@ -64,6 +67,13 @@ impl Record {
         self.options = *options;
         self.placed = place_prefill(options, profile, self.prompt, &self.prefill, &mut self.candidates);
         self.placed
+    }
+
+    /// Chooses whether the decode instance of `side` computes the prompt; `None` where it was not placed.
+    pub fn colocate(&mut self, profile: &Profile, side: DecodeSide) -> Option<colocate::Choice> {
+        let placed = self.placed?;
+        self.colocation = Some(colocate::choose(&self.options, profile, self.prompt, &placed.chosen, side));
+        self.colocation
     }
 
     /// Whether the same inputs give the same decision. Allocates; not for the hot path.
@@ -75,7 +85,10 @@ impl Record {
             Verdict::Admit => answer.figures.judge().is_none(),
             Verdict::Refuse { reason, .. } => answer.figures.judge() == Some(reason),
         });
-        placed == self.placed && candidates == self.candidates && judged
+        let chosen =
+            |side| placed.map(|placed| colocate::choose(&self.options, profile, self.prompt, &placed.chosen, side));
+        let colocated = self.colocation.is_none_or(|choice| chosen(choice.side) == Some(choice));
+        placed == self.placed && candidates == self.candidates && judged && colocated
     }
 
     /// All of it, in one fixed order.
@@ -87,6 +100,7 @@ impl Record {
         [self.options.threshold, self.options.push_back].map(f64::to_bits).into_iter().for_each(&mut put);
         put(u64::from(self.options.near.parts_per_thousand));
         put(self.options.near.slack);
+        put(self.options.colocate as u64);
         for view in &self.prefill {
             put(u64::from(view.down) << 32 | u64::from(view.matched));
             put(u64::from(view.sending) << 32 | u64::from(view.receiving));
@@ -110,6 +124,9 @@ impl Record {
             [step.batch, step.seconds, step.spread, late, slow, level].map(f64::to_bits).into_iter().for_each(&mut put);
             put(cost as u64);
         }
+        if let Some(choice) = &self.colocation {
+            encode_choice(choice, &mut put);
+        }
     }
 }
 
@@ -120,6 +137,17 @@ fn encode_candidate(candidate: &Candidate, put: &mut impl FnMut(u64)) {
     let spans = [candidate.wait, candidate.transfer, candidate.prefill, candidate.ttft];
     spans.map(Duration::as_nanos).into_iter().for_each(&mut *put);
     put(candidate.score);
+}
+
+fn encode_choice(choice: &colocate::Choice, put: &mut impl FnMut(u64)) {
+    let colocate::Choice { side, reason, hop, apart, prefill, colocated, scores } = choice;
+    put(u64::from(side.instance) << 32 | u64::from(side.reused));
+    put((side.ability as u64) << 32 | side.elsewhere as u64);
+    put(u64::from(side.batch) << 32 | u64::from(side.behind));
+    put(side.context);
+    put(*reason as u64);
+    [side.wait, side.tbt, *hop, *apart, *prefill, *colocated].map(Duration::as_nanos).into_iter().for_each(&mut *put);
+    scores.iter().copied().for_each(put);
 }
 
 /// The last decisions, and a hash over all.
@@ -190,6 +218,7 @@ impl Log {
 mod tests {
     use super::*;
     use crate::sched::admission::Reason;
+    use crate::sched::colocate::{Ability, Colocate, Elsewhere};
 
     fn record() -> Record {
         let mut record = Record::default();
@@ -197,7 +226,23 @@ mod tests {
         let busy = PrefillView { wait: Duration::from_secs(2), matched: 12, sending: 1, ..PrefillView::default() };
         record.prefill.extend([busy, PrefillView::default()]);
         record.place(&Options::default(), &Profile::default());
+        let side = DecodeSide {
+            instance: 1,
+            ability: Ability::Able,
+            elsewhere: Elsewhere::Up,
+            reused: 0,
+            wait: Duration::ZERO,
+            batch: 3,
+            context: 20_000,
+            tbt: Duration::from_millis(100),
+            behind: 0,
+        };
+        record.colocate(&Profile::default(), side).expect("it was placed");
         record
+    }
+
+    fn side(record: &mut Record) -> &mut DecodeSide {
+        &mut record.colocation.as_mut().expect("it was chosen").side
     }
 
     fn hash(record: &Record) -> u64 {
@@ -222,6 +267,17 @@ mod tests {
         changed(|record| record.prefill[1].receiving = 1);
         changed(|record| record.candidates[0].score += 1);
         changed(|record| record.placed = None);
+        changed(|record| record.options.colocate = Colocate::Sooner);
+        changed(|record| record.colocation = None);
+        changed(|record| side(record).instance = 0);
+        changed(|record| side(record).ability = Ability::Unable);
+        changed(|record| side(record).elsewhere = Elsewhere::Down);
+        changed(|record| side(record).reused = 1);
+        changed(|record| side(record).wait = Duration::from_nanos(1));
+        changed(|record| side(record).batch = 4);
+        changed(|record| side(record).context += 1);
+        changed(|record| side(record).tbt = Duration::MAX);
+        changed(|record| side(record).behind = 1);
         changed(|record| {
             let figures = Figures { late: 0.0, slow: 0.0, level: 0.5, cost: crate::sched::admission::Cost::Fine };
             let refused = Verdict::Refuse { reason: Reason::Tbt, retry_after: Duration::ZERO };
@@ -237,7 +293,7 @@ mod tests {
         others.push(hash(&first));
         others.sort_unstable();
         others.dedup();
-        assert_eq!(others.len(), 10);
+        assert_eq!(others.len(), 21);
     }
 
     #[test]
@@ -247,6 +303,9 @@ mod tests {
         let mut touched = record.clone();
         touched.candidates[1].prefill = Duration::ZERO;
         assert!(!touched.replays(&profile));
+        let mut touched = record.clone();
+        side(&mut touched).batch = 0;
+        assert!(!touched.replays(&profile), "another batch is pushed back");
         let mut touched = record;
         touched.prefill[0].wait = Duration::ZERO;
         assert!(!touched.replays(&profile));

@@ -22,6 +22,7 @@ use super::random::Random;
 use super::setup::Setup;
 use super::trace::Trace;
 use crate::sched::admission::{Admission, Arrival, Ask, Door, Outlook, Shares, Verdict};
+use crate::sched::colocate::{Ability, DecodeSide, Elsewhere};
 use crate::sched::cost::{Band, Interval, Profile, Work};
 use crate::sched::forecast::{Occupancy, Resident};
 use crate::sched::placement::{Candidate, PrefillView, Prompt};
@@ -262,6 +263,9 @@ impl<'a> Cluster<'a> {
         let outlook = Outlook { ttft: predicted, prefill, occupancy: &self.occupancy, profile: &setup.profile };
         let answer = self.admission.on_arrival(self.now, &ask, outlook, &self.shares);
         self.record.answer = Some(answer);
+        let decode = answer.decode.unwrap_or(0);
+        let behind = self.record.prefill[placed.chosen.instance as usize].behind;
+        self.record.colocate(&setup.profile, self.decode_side(decode, behind));
         self.log.push(&mut self.record);
         let predicted = self.band.interval(predicted.expected + answer.door.as_secs_f64());
         let cost = setup.profile.prefill.seconds(placed.chosen.work()) + self.people.decode_cost(request.output_tokens);
@@ -272,7 +276,6 @@ impl<'a> Cluster<'a> {
                 tenant.asked += cost;
             }
         }
-        let decode = answer.decode.unwrap_or(0);
         match answer.verdict {
             Verdict::Admit => {
                 let favoured = self.shares.favours(ask.tenant);
@@ -284,6 +287,22 @@ impl<'a> Cluster<'a> {
                 self.dispatch(id, &placed.chosen, rank);
             }
             Verdict::Refuse { retry_after, .. } => self.refuse(id, retry_after, Fate::RejectedEarly),
+        }
+    }
+
+    /// What is known of a decode node, which computes no prompts here: their figures are recorded all the same.
+    fn decode_side(&self, instance: u32, behind: u32) -> DecodeSide {
+        let view = self.occupancy.view(instance);
+        DecodeSide {
+            instance,
+            ability: Ability::Unable,
+            elsewhere: Elsewhere::Up,
+            reused: 0,
+            wait: Duration::ZERO,
+            batch: view.batch,
+            context: view.context,
+            tbt: self.occupancy.strictest(instance),
+            behind,
         }
     }
 

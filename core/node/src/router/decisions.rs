@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use crc_fast::{CrcAlgorithm, Digest};
 use millpond_core::hash::RouteHash;
 use millpond_core::sched::admission::{self, Slo};
+use millpond_core::sched::colocate::{Ability, Colocate};
 use millpond_core::sched::conductor::{Arrival, Conductor, Decision, Learning, Measured, Setup, Stored};
 use millpond_core::sched::cost::{Decode, Link, Prefill, Work};
 use millpond_core::sched::placement;
@@ -137,6 +138,9 @@ struct Head {
     /// Threshold and what pushing back counts.
     placement_options: Vec<String>,
     near: (u32, u64),
+    colocate: String,
+    /// Whether decode nodes compute prompts.
+    decode_able: bool,
     /// Patience, and the limit in nanoseconds; nothing for first come, first served.
     short_first: Option<(String, u64)>,
     admission: String,
@@ -149,7 +153,7 @@ struct Head {
     tenants: Vec<String>,
 }
 
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 fn exact<const N: usize>(values: [f64; N]) -> Vec<String> {
     values.map(|value| format!("{value:?}")).into()
@@ -188,6 +192,8 @@ impl Head {
             learning: setup.learning == Learning::On,
             placement: placement.policy.name().into(),
             placement_options: exact([placement.threshold, placement.push_back]),
+            colocate: placement.colocate.name().into(),
+            decode_able: setup.ability == Ability::Able,
             near: (placement.near.parts_per_thousand, placement.near.slack),
             short_first: match setup.order {
                 Order::ShortFirst { patience, limit } => Some((format!("{patience:?}"), limit.as_nanos())),
@@ -216,6 +222,8 @@ impl Head {
         setup.placement = placement::Options::default();
         setup.placement.policy = self.placement.parse().ok()?;
         [setup.placement.threshold, setup.placement.push_back] = numbers(&self.placement_options)?;
+        setup.placement.colocate = self.colocate.parse::<Colocate>().ok()?;
+        setup.ability = if self.decode_able { Ability::Able } else { Ability::Unable };
         setup.placement.near = Near { parts_per_thousand: self.near.0, slack: self.near.1 };
         setup.order = match &self.short_first {
             Some((patience, limit)) => {

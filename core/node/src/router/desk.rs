@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use millpond_core::hash::RouteHash;
 use millpond_core::layout::Layout;
 use millpond_core::sched::admission::{self, Reason, Slo, Verdict};
+use millpond_core::sched::colocate;
 use millpond_core::sched::conductor::{Arrival, Conductor, Decision, Learning, Setup, Stored};
 use millpond_core::sched::cost::Profile;
 use millpond_core::sched::placement;
@@ -356,6 +357,19 @@ fn millis(span: Duration) -> f64 {
     span.as_micros() as f64 / 1e3
 }
 
+/// Whether the decode node computes the prompt, with the figures that decided; `apart_ms` and `colocated_ms` are times to the first
+/// token, scores count the milliseconds by which others are pushed back.
+fn colocation(choice: &colocate::Choice) -> Value {
+    let colocate::Choice { side, reason, hop, apart, prefill, colocated, scores } = choice;
+    let [apart_score, colocated_score] = scores.map(|nanos| millis(Duration::from_nanos(nanos)));
+    json!({
+        "chosen": reason.is_colocated(), "reason": reason.name(), "apart_ms": millis(*apart), "hop_ms": millis(*hop),
+        "colocated_ms": millis(*colocated), "prefill_ms": millis(*prefill), "wait_ms": millis(side.wait),
+        "reused_tokens": side.reused, "batch": side.batch, "behind": side.behind,
+        "apart_score_ms": apart_score, "colocated_score_ms": colocated_score,
+    })
+}
+
 /// A decision for people and programs; nodes are numbers, in the order of the configuration.
 pub(super) fn explained(record: &Record, decision: &Decision, hash: u64) -> Value {
     let candidates = record.candidates.iter().map(|candidate| {
@@ -375,6 +389,7 @@ pub(super) fn explained(record: &Record, decision: &Decision, hash: u64) -> Valu
             "high": decision.ttft.high * 1e3},
         "tbt_ms": decision.tbt * 1e3, "was_promised": decision.was_promised, "is_favoured": decision.is_favoured,
     });
+    value["colocation"] = record.colocation.as_ref().map_or(Value::Null, colocation);
     if let Some(answer) = record.answer {
         let figures = answer.figures;
         value["admission"] = match answer.verdict {

@@ -376,7 +376,10 @@ impl Inner {
                 return Ok(());
             }
             Lost::Decode { detail } => ("decode", detail, tries.decodes.len() >= self.decodes.len()),
-            Lost::Prefill { detail } => ("prefill", detail, tries.prefills.len() >= self.prefills.len()),
+            Lost::Prefill { detail } => {
+                let is_all = tries.prefills.len() >= self.prefills.len() || tries.decodes.len() >= self.decodes.len();
+                ("prefill", detail, is_all)
+            }
         };
         self.meters.retries(role).add(1);
         tries.count += 1;
@@ -431,7 +434,9 @@ impl Inner {
         let at = |instance: u32| usize::try_from(instance).unwrap_or(usize::MAX);
         let decision = &admitted.decision;
         Ok(Choice {
-            prefill: self.prefills.get(at(decision.placed.chosen.instance)).map(Arc::clone),
+            prefill: (self.prefills.get(at(decision.placed.chosen.instance)))
+                .filter(|_| !decision.is_colocated)
+                .map(Arc::clone),
             decode: Arc::clone(&self.decodes[at(decision.decode)]),
             admitted,
             slo,
@@ -445,7 +450,9 @@ impl Inner {
         choice.admitted.prefilled(tokens, started.cached_tokens, taken);
         if let (Some(store), Some(sought)) = (&self.store, &choice.sought) {
             let found = started.cached_tokens / self.card.layout.shape().block_tokens.max(1);
-            let at = choice.admitted.decision.placed.chosen.instance;
+            // A decode node that computed it is none of the nodes that are watched, where there are prefill nodes.
+            let is_other = choice.admitted.decision.is_colocated && !self.prefills.is_empty();
+            let at = if is_other { u32::MAX } else { choice.admitted.decision.placed.chosen.instance };
             store.on_computed(usize::try_from(at).unwrap_or(usize::MAX), sought, found);
         }
     }
@@ -533,7 +540,8 @@ impl Inner {
                 }
                 tries.decodes.extend(self.decodes.iter().position(|node| Arc::ptr_eq(node, &choice.decode)));
             }
-            (Lost::Busy { .. }, _) => {
+            // One that could not compute it itself is up, and cannot serve it.
+            (Lost::Busy { .. }, _) | (Lost::Prefill { .. }, None) => {
                 tries.decodes.extend(self.decodes.iter().position(|node| Arc::ptr_eq(node, &choice.decode)));
             }
             (Lost::Prefill { .. }, Some(prefill)) => {
@@ -544,10 +552,7 @@ impl Inner {
                 at.and_then(|at| u32::try_from(at).ok()).into_iter().for_each(|at| self.desk.cleared(at));
                 tries.prefills.extend(at);
             }
-            (
-                Lost::Prefill { .. } | Lost::Unservable { .. } | Lost::Refused { .. } | Lost::Late | Lost::Deadline,
-                _,
-            ) => {}
+            (Lost::Unservable { .. } | Lost::Refused { .. } | Lost::Late | Lost::Deadline, _) => {}
         }
     }
 }

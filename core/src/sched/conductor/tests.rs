@@ -3,6 +3,7 @@
 use alloc::vec::Vec;
 
 use super::*;
+use crate::sched::colocate::{Colocate, Reason};
 use crate::sched::cost::{Decode, Link, Prefill};
 use crate::sim::random::Random;
 
@@ -253,4 +254,60 @@ fn a_tenant_within_its_share_is_favoured_and_one_beyond_it_is_not() {
         }
     }
     assert!(favoured[0] > 10 && favoured[1] == 0, "{favoured:?} of 20 and 380");
+}
+
+#[test]
+fn a_prompt_is_computed_by_its_decode_instance_where_that_is_sooner_and_is_in_no_line() {
+    let mut setup = setup(1, 2);
+    setup.placement.colocate = Colocate::Sooner;
+    let mut conductor = Conductor::new(setup.clone());
+    // 100 ms there; 110 with the last block's hop from the prefill instance.
+    let first = conductor.on_arrival(at(0), &arrival(1, 100, 1));
+    let choice = conductor.record().colocation.unwrap();
+    assert_eq!((first.is_colocated, choice.reason), (true, Reason::Sooner));
+    assert_eq!((choice.apart.as_millis(), choice.colocated.as_millis()), (1_000, 100), "10,000 bytes at 10 kB/s");
+    assert!(conductor.record().replays(conductor.profile()));
+    assert_eq!(conductor.lines().collect::<Vec<_>>(), [0]);
+    // The other instance is idle; then both are not: the third waits, and pushes somebody back.
+    let second = conductor.on_arrival(at(10), &arrival(2, 100, 2));
+    assert_eq!((second.is_colocated, second.decode), (true, 1 - first.decode));
+    conductor.on_arrival(at(20), &arrival(3, 100, 3));
+    let choice = conductor.record().colocation.unwrap();
+    assert_eq!((choice.side.wait.as_millis(), choice.side.batch), (80, 1));
+    assert_eq!(choice.scores.map(|nanos| nanos / 1_000_000), [1_000, 280]);
+    // Whoever is done is not waited for.
+    [1, 2, 3].into_iter().for_each(|id| conductor.on_prefilled(at(400), id, None));
+    [1, 2, 3].into_iter().for_each(|id| conductor.on_left(at(500), id, None));
+    conductor.on_arrival(at(500), &arrival(4, 100, 4));
+    assert_eq!(conductor.record().colocation.unwrap().side.wait, Duration::ZERO);
+
+    // What it rests on is recorded where nothing is chosen, too.
+    setup.placement.colocate = Colocate::Never;
+    let mut never = Conductor::new(setup.clone());
+    assert!(!never.on_arrival(at(0), &arrival(1, 100, 1)).is_colocated);
+    assert_eq!(never.record().colocation.unwrap().reason, Reason::Never);
+    assert_eq!(never.lines().collect::<Vec<_>>(), [1]);
+    setup.ability = Ability::Unable;
+    setup.placement.colocate = Colocate::Sooner;
+    let mut unable = Conductor::new(setup);
+    assert!(!unable.on_arrival(at(0), &arrival(1, 100, 1)).is_colocated);
+    assert_eq!(unable.record().colocation.unwrap().reason, Reason::Unable);
+}
+
+#[test]
+fn prompts_go_to_decode_instances_while_all_prefill_instances_are_down() {
+    let mut setup = setup(1, 1);
+    setup.placement.colocate = Colocate::Sooner;
+    setup.profile.link.bytes_per_second = 1e9;
+    let mut conductor = Conductor::new(setup);
+    let stored = Some(Stored { blocks: 9, version: 1 });
+    let down = Arrival { prefill_down: [0].into(), stored, ..arrival(1, 100, 1) };
+    let decision = conductor.on_arrival(at(0), &down);
+    let choice = conductor.record().colocation.unwrap();
+    assert_eq!((decision.is_colocated, choice.reason), (true, Reason::PrefillDown));
+    assert_eq!((choice.side.reused, choice.colocated.as_millis()), (90, 10), "it loads from the store, too");
+    conductor.on_left(at(1), 1, None);
+    let up = conductor.on_arrival(at(1), &Arrival { stored, ..arrival(2, 100, 1) });
+    let choice = conductor.record().colocation.unwrap();
+    assert_eq!((up.is_colocated, choice.reason, choice.hop), (true, Reason::Sooner, Duration::from_micros(1)));
 }

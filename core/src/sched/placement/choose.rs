@@ -3,6 +3,7 @@
 use alloc::vec::Vec;
 
 use super::{Candidate, DecodeView, Placed, Policy, PrefillView, Prompt, Reason};
+use crate::sched::colocate::Colocate;
 use crate::sched::cost::{Flows, Profile, Work};
 use crate::sched::queue::nanos;
 use crate::sched::spread::{Near, pick};
@@ -29,11 +30,19 @@ pub struct Options {
     /// Scores that are as good as the least: those take turns. By default only equal ones; routers that share instances and
     /// know what was true a second ago do well with 50 thousandths.
     pub near: Near,
+    /// Whether the decode instance may compute the prompt instead of the one that is chosen here; with any policy.
+    pub colocate: Colocate,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { policy: Policy::Millpond, threshold: 1.0, push_back: 1.0, near: Near::default() }
+        Self {
+            policy: Policy::Millpond,
+            threshold: 1.0,
+            push_back: 1.0,
+            near: Near::default(),
+            colocate: Colocate::Never,
+        }
     }
 }
 

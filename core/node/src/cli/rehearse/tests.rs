@@ -128,7 +128,7 @@ fn a_log_that_was_altered_or_cut_off_names_the_line() {
     assert!(replay(&b"{}\n"[..]).unwrap_err().to_string().starts_with("line 1 does not say"));
     let mut old = Seal::default();
     let refused = replay(old.line(r#"{"version":1}"#).as_bytes()).unwrap_err().to_string();
-    assert!(refused.ends_with("its version is 1, not 2"), "{refused}");
+    assert!(refused.ends_with("its version is 1, not 3"), "{refused}");
 }
 
 /// The acceptance of the live cluster, in virtual time: its rows are printed.
