@@ -53,15 +53,46 @@ pub enum Bug {
     TransferLeaksWindow,
     /// `transfer`: slices are posted without the receiver's credit.
     TransferIgnoresCredit,
+    /// `transfer::grant`: a sender is told of bytes and never of slices.
+    GrantForgetsSlices,
+    /// `transfer::grant`: what was granted shrinks with the share.
+    GrantShrinks,
+    /// `transfer::grant`: what is not answered yet is granted again.
+    GrantCountsAsked,
+    /// `transfer::grant`: a sender may send more than it was granted.
+    GrantTakesOverruns,
     /// `transfer`: a slice to be tried again is forgotten.
     TransferForgetsRetry,
     /// `transfer`: a slice that may not be repeated is.
     TransferRepeatsOnce,
+    /// `sched::feed`: pages are taken although events are missing.
+    FeedMissesGap,
+    /// `sched::feed`: what a node had is still known when it left.
+    FeedKeepsLeft,
+    /// `sched::feed`: the position stays where it was.
+    FeedStaysBehind,
+    /// A router's follower believes for good what it knew of a directory that is gone.
+    FollowerBelievesForGood,
+    /// A router's follower waits for a directory that says nothing.
+    FollowerWaitsForGood,
+    /// A router's follower does not count what was not found.
+    FollowerHidesMissing,
+    /// A decode node's door lets whoever asks go before those who came first.
+    DoorForgetsOrder,
+    /// A decode node's door holds prompts for good.
+    DoorHoldsForGood,
+    /// A decode node's door still counts those who left.
+    DoorKeepsSeats,
+    /// A decode node's door asks only the newcomer's deadline.
+    DoorForgetsOthers,
+    /// A decode node's door wakes nobody.
+    DoorWakesNobody,
 }
 
 /// Whether `bug` is switched on for this thread.
 #[cfg(not(feature = "seeded-bugs"))]
-pub(crate) const fn on(_bug: Bug) -> bool {
+#[must_use]
+pub const fn on(_bug: Bug) -> bool {
     false
 }
 
@@ -72,7 +103,8 @@ std::thread_local! {
 
 /// Whether `bug` is switched on for this thread.
 #[cfg(feature = "seeded-bugs")]
-pub(crate) fn on(bug: Bug) -> bool {
+#[must_use]
+pub fn on(bug: Bug) -> bool {
     SELECTED.get() == Some(bug)
 }
 

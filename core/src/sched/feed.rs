@@ -12,6 +12,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::index::{Change, Event, Index, Outcome};
 use crate::directory::{self, EventPage, Holdings, NodeId, Stamp};
 use crate::prefix::{Holder, Key};
+use crate::seeded::{Bug, on};
 
 /// Blocks that a crowded index sweeps before it is asked again.
 const SWEEP: u32 = 4_096;
@@ -113,7 +114,9 @@ impl<K: Key> Feed<K> {
         for event in &page.events {
             self.on_change(index, &event.change);
         }
-        self.position = page.next;
+        if !on(Bug::FeedStaysBehind) {
+            self.position = page.next;
+        }
         Fed::Taken
     }
 
@@ -124,7 +127,7 @@ impl<K: Key> Feed<K> {
             last.n += 1;
             event.at == last
         };
-        page.events.iter().all(is_next) && page.next == last
+        page.events.iter().all(is_next) && page.next == last || on(Bug::FeedMissesGap)
     }
 
     /// A snapshot begins: `nodes` are all that hold anything, `position` is the shard's last event before anybody's
@@ -184,6 +187,7 @@ impl<K: Key> Feed<K> {
                 }
             }
             directory::Change::Removed { .. } => {}
+            directory::Change::Left { .. } if on(Bug::FeedKeepsLeft) => {}
             directory::Change::Left { owner, .. } => self.tell(index, owner.node, Change::Cleared),
             directory::Change::Cleared => {
                 let nodes: BTreeSet<NodeId> = self.nodes.keys().copied().collect();

@@ -126,7 +126,7 @@ fn followed(view: &Value) -> String {
         "current" => "follows      ".to_owned(),
         "snapshot" => "resyncs      ".to_owned(),
         _ => {
-            let current = ago("current_ms_ago").map_or_else(|| "never".into(), |ago| ago);
+            let current = ago("current_ms_ago").unwrap_or_else(|| "never".into());
             format!("does not follow the directory: {}; all was known last {current}; ", text(&view["why"]))
         }
     };

@@ -11,10 +11,12 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Poll, Waker};
 
 use millpond_core::sched::admission::{self, Admission, Arrival, Ask};
 use millpond_core::sched::cost::{Decode, Profile};
 use millpond_core::sched::placement::DecodeView;
+use millpond_core::seeded::{self, Bug};
 use millpond_core::time::{Duration, Instant};
 use parking_lot::Mutex;
 
@@ -40,6 +42,10 @@ struct State {
     /// Measured seconds of steps over those of the default profile; `None` before the first.
     pace: Option<f64>,
     stepped: Instant,
+    /// Counts what can change an answer: a step was measured, somebody left, whoever was before goes away.
+    version: u64,
+    /// Those who are to ask again when it does.
+    wakers: Vec<Waker>,
 }
 
 /// Higher priority first, then who came first.
@@ -70,8 +76,8 @@ pub(super) struct Caller {
 /// What a caller hears.
 pub(super) enum Answer {
     Join(Place),
-    /// Ask again, until then at the latest.
-    Hold(Instant),
+    /// Ask again when [`Caller::changed`] of this version says so, and then at the latest.
+    Hold(Instant, u64),
     Refuse,
 }
 
@@ -84,6 +90,8 @@ impl Door {
             next: 0,
             pace: None,
             stepped: Instant::ZERO,
+            version: 0,
+            wakers: Vec::new(),
         };
         Arc::new(Self {
             state: Mutex::new(state),
@@ -103,6 +111,7 @@ impl Door {
         let ratio = took.as_secs_f64() / base;
         state.pace = Some(state.pace.map_or(ratio, |pace| pace + (ratio - pace) / MEMORY));
         state.stepped = now;
+        state.changed();
     }
 
     /// A prompt is computed; `ask` has its deadlines.
@@ -119,6 +128,14 @@ impl Door {
 }
 
 impl State {
+    /// The answer to whoever is held may be another one now.
+    fn changed(&mut self) {
+        self.version += 1;
+        if !seeded::on(Bug::DoorWakesNobody) {
+            self.wakers.drain(..).for_each(Waker::wake);
+        }
+    }
+
     fn view(&self) -> DecodeView {
         let context = self.seats.values().map(|seat| seat.tokens.load(Ordering::Relaxed)).sum();
         DecodeView { down: false, batch: u32::try_from(self.seats.len()).unwrap_or(u32::MAX), context }
@@ -137,7 +154,8 @@ impl State {
     /// Whether the first of those who wait joins.
     fn judge(&self, ask: &Ask, at: Arrival) -> admission::Door {
         let Some(pace) = self.pace.filter(|_| ask.slo.tbt < Duration::MAX) else { return admission::Door::Join };
-        let tbt = self.seats.values().map(|seat| seat.tbt).fold(Duration::MAX, Duration::min);
+        let others = self.seats.values().filter(|_| !seeded::on(Bug::DoorForgetsOthers));
+        let tbt = others.map(|seat| seat.tbt).fold(Duration::MAX, Duration::min);
         self.admission.at_door(ask, Arrival { tbt, ..at }, self.view(), &self.profile(pace))
     }
 }
@@ -146,7 +164,7 @@ impl Caller {
     /// Whether there is a place now.
     pub(super) fn ask(&self, now: Instant) -> Answer {
         let mut state = self.door.state.lock();
-        let is_first = state.waiting.first() == Some(&self.rank);
+        let is_first = state.waiting.first() == Some(&self.rank) || seeded::on(Bug::DoorForgetsOrder);
         // Who comes first goes first, unless others may not wait at all.
         let verdict = match state.judge(&self.ask, self.at) {
             admission::Door::Join if !is_first => admission::Door::Hold(state.admission.patience(&self.ask, self.at)),
@@ -159,7 +177,9 @@ impl Caller {
                 state.seats.insert(self.rank.1, Arc::clone(&seat));
                 Answer::Join(Place { door: Arc::clone(&self.door), number: self.rank.1, seat, prompt })
             }
-            admission::Door::Hold(until) if now < until => Answer::Hold(until),
+            admission::Door::Hold(until) if now < until || seeded::on(Bug::DoorHoldsForGood) => {
+                Answer::Hold(until, state.version)
+            }
             admission::Door::Hold(_) | admission::Door::Refuse => {
                 self.door.refused.add(1);
                 Answer::Refuse
@@ -168,10 +188,25 @@ impl Caller {
     }
 }
 
+impl Caller {
+    /// Done once an answer of `version` may be another one.
+    pub(super) fn changed(&self, version: u64) -> impl Future<Output = ()> + Send + '_ {
+        std::future::poll_fn(move |context| {
+            let mut state = self.door.state.lock();
+            if state.version != version {
+                return Poll::Ready(());
+            }
+            state.wakers.push(context.waker().clone());
+            Poll::Pending
+        })
+    }
+}
+
 impl Drop for Caller {
     fn drop(&mut self) {
         let mut state = self.door.state.lock();
         state.waiting.remove(&self.rank);
+        state.changed();
         self.door.held.set(state.waiting.len() as u64);
     }
 }
@@ -186,16 +221,21 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         let mut state = self.door.state.lock();
-        state.seats.remove(&self.number);
+        if !seeded::on(Bug::DoorKeepsSeats) {
+            state.seats.remove(&self.number);
+        }
         let tokens = self.seat.tokens.load(Ordering::Relaxed).saturating_sub(self.prompt);
         let (now, tokens) = (state.stepped, u32::try_from(tokens).unwrap_or(u32::MAX));
         // How long it took decides nothing here.
         state.admission.on_ended(now, tokens, None, Duration::ZERO);
+        state.changed();
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::task::Context;
+
     use millpond_core::sched::admission::{Options, Policy, Slo};
 
     use super::*;
@@ -263,14 +303,14 @@ mod tests {
         places.push(joins(&call(&door, 100, 0), at(1)));
         let first = call(&door, 100, 0);
         // Two seconds after its prompt was computed.
-        assert!(matches!(first.ask(at(1)), Answer::Hold(until) if until == at(2_100)));
+        assert!(matches!(first.ask(at(1)), Answer::Hold(until, _) if until == at(2_100)));
         let urgent = call(&door, 100, 5);
         assert!(registry.text().contains("millpond_decode_held 2\n"));
         places.pop();
-        assert!(matches!(first.ask(at(500)), Answer::Hold(_)), "somebody goes before it");
+        assert!(matches!(first.ask(at(500)), Answer::Hold(..)), "somebody goes before it");
         places.push(joins(&urgent, at(500)));
         drop(urgent);
-        assert!(matches!(first.ask(at(2_099)), Answer::Hold(_)));
+        assert!(matches!(first.ask(at(2_099)), Answer::Hold(..)));
         assert!(matches!(first.ask(at(2_100)), Answer::Refuse));
         drop(first);
         assert!(registry.text().contains("millpond_decode_held 0\n"));
@@ -286,6 +326,64 @@ mod tests {
         let (open, _) = self::door(Policy::None);
         open.on_step(at(0), 50, 50_000, Duration::from_secs(5));
         joins(&call(&open, 1, 0), at(0));
+    }
+
+    #[test]
+    fn whoever_is_held_is_woken_by_a_step_by_one_who_leaves_and_by_one_who_gives_up() {
+        let (door, _) = door(Policy::Millpond);
+        let mut places = two_are_there(&door);
+        places.extend((0..2).map(|_| joins(&call(&door, 100, 0), at(1))));
+        let (urgent, held) = (call(&door, 100, 5), call(&door, 100, 0));
+        let version = || match held.ask(at(2)) {
+            Answer::Hold(_, version) => version,
+            Answer::Join(_) | Answer::Refuse => panic!("it is not held"),
+        };
+        let mut step = || door.on_step(at(3), 4, 4_000, Duration::from_millis(38));
+        let wakes = |happens: &mut dyn FnMut()| {
+            let (count, waker) = counting_waker();
+            let (mut changed, mut context) = (Box::pin(held.changed(version())), Context::from_waker(&waker));
+            assert!(changed.as_mut().poll(&mut context).is_pending(), "nothing changed yet");
+            happens();
+            assert!(changed.as_mut().poll(&mut context).is_ready());
+            count.load(Ordering::Relaxed)
+        };
+        assert_eq!(wakes(&mut step), 1);
+        let mut urgent = Some(urgent);
+        assert_eq!(wakes(&mut || drop(urgent.take())), 1);
+        // What happened between the answer and the wait is no reason to wait.
+        let before = version();
+        step();
+        assert!(Box::pin(held.changed(before)).as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready());
+        assert_eq!(wakes(&mut || drop(places.pop())), 1);
+    }
+
+    /// A waker that counts how often it is woken.
+    fn counting_waker() -> (Arc<AtomicU64>, Waker) {
+        struct Count(Arc<AtomicU64>);
+        impl std::task::Wake for Count {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        let count = Arc::new(AtomicU64::new(0));
+        (Arc::clone(&count), Arc::new(Count(count)).into())
+    }
+
+    #[test]
+    fn each_of_these_tests_finds_the_bug_it_is_there_for() {
+        let tests: [(Bug, fn()); 5] = [
+            (Bug::DoorForgetsOrder, who_is_held_joins_when_there_is_room_and_is_refused_when_its_time_is_up),
+            (Bug::DoorHoldsForGood, who_is_held_joins_when_there_is_room_and_is_refused_when_its_time_is_up),
+            (Bug::DoorKeepsSeats, who_would_slow_down_the_batch_too_much_is_refused_where_nobody_is_held),
+            (Bug::DoorForgetsOthers, who_would_slow_down_the_batch_too_much_is_refused_where_nobody_is_held),
+            (Bug::DoorWakesNobody, whoever_is_held_is_woken_by_a_step_by_one_who_leaves_and_by_one_who_gives_up),
+        ];
+        for (bug, test) in tests {
+            seeded::select(Some(bug));
+            let outcome = std::panic::catch_unwind(test);
+            seeded::select(None);
+            assert!(outcome.is_err(), "{bug:?} was not found");
+        }
     }
 
     #[test]

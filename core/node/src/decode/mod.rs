@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 
 use futures::channel::mpsc;
+use futures::future::{FutureExt, select};
 use futures::stream::{BoxStream, Stream, StreamExt};
 use millpond_core::sched::admission::{self, Ask, Slo};
 use millpond_core::time::{Duration, Instant};
@@ -40,8 +41,6 @@ pub use remote::RpcPrefills;
 
 /// The arrival counter of a request's grant.
 const COUNTER: u64 = 0;
-/// How often somebody who is held looks whether there is room.
-const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// How a node decodes.
 ///
@@ -390,11 +389,12 @@ impl<R: Runtime> Inner<R> {
                     sequence.place = Some(place);
                     return Ok(started);
                 }
-                Answer::Hold(until) => {
+                Answer::Hold(until, version) => {
                     if let Some(started) = started.take() {
                         sequence.tell(Generated { started: Some(started), ..Generated::default() });
                     }
-                    runtime.sleep(LOOK_AGAIN.min(until.since(now))).await;
+                    let late = Box::pin(runtime.sleep(until.since(now)));
+                    select(Box::pin(caller.changed(version)), late).map(|_| ()).await;
                 }
                 Answer::Refuse => {
                     let detail = "with one request more the batch would miss a deadline between tokens";

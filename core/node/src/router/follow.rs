@@ -24,6 +24,7 @@ use millpond_core::hash::{BlockName, Namer};
 use millpond_core::sched::conductor::Stored;
 use millpond_core::sched::feed::{Fed, Feed};
 use millpond_core::sched::index::{Index, Limits};
+use millpond_core::seeded::{self, Bug};
 use millpond_core::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -189,7 +190,8 @@ impl Follower {
         let inner = &*self.inner;
         let names: Vec<BlockName> = (inner.namer)(tenant).chain(tokens, inner.block_len).collect();
         let known = inner.known.lock();
-        let is_believed = known.heard.is_some_and(|heard| inner.timers.now().since(heard) <= KEEP);
+        let is_believed = known.heard.is_some_and(|heard| inner.timers.now().since(heard) <= KEEP)
+            || seeded::on(Bug::FollowerBelievesForGood);
         // A prefill computes at least the last token.
         let most = tokens.len().saturating_sub(1) / inner.block_len.max(1);
         let blocks = if is_believed { known.index.pooled(&names[..most.min(names.len())]) } else { 0 };
@@ -201,7 +203,9 @@ impl Follower {
     pub(super) fn on_computed(&self, at: usize, sought: &Sought, found: u32) {
         let inner = &*self.inner;
         inner.meters.expected.add(sought.stored.blocks.into());
-        inner.meters.missing.add(sought.stored.blocks.saturating_sub(found).into());
+        if !seeded::on(Bug::FollowerHidesMissing) {
+            inner.meters.missing.add(sought.stored.blocks.saturating_sub(found).into());
+        }
         if let Some(first) = sought.first {
             inner.known.lock().silent.on_computed(inner.timers.now(), at, first);
         }
@@ -263,7 +267,8 @@ impl Follower {
         let position = inner.known.lock().feed.position();
         let (mut pages, mut count) = (inner.source.changes(position), 0_u64);
         loop {
-            let next = inner.timers.by(inner.timers.now() + SILENCE, pages.next()).await;
+            let silence = if seeded::on(Bug::FollowerWaitsForGood) { Duration::from_secs(1 << 30) } else { SILENCE };
+            let next = inner.timers.by(inner.timers.now() + silence, pages.next()).await;
             match next.ok_or_else(|| format!("it was silent for {SILENCE}"))? {
                 Some(page) => {
                     let page = page?;

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use futures::executor::block_on;
 use futures::future::{BoxFuture, FutureExt, ready};
 use futures::stream::{self, BoxStream, StreamExt};
+use millpond_core::sched::colocate::Colocate;
 use millpond_core::sched::conductor::Decision;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{
@@ -342,6 +343,45 @@ fn a_tenant_is_counted_by_name_and_its_requests_carry_it_to_the_nodes() {
     ] {
         assert!(metrics.contains(line), "{line} in {metrics}");
     }
+}
+
+#[test]
+fn whether_a_decode_node_computes_a_prompt_is_in_its_record_with_the_figures_that_decided() {
+    let mut scheduling = Scheduling::default();
+    scheduling.placement.colocate = Colocate::Sooner;
+    let served = |bench: &Bench| {
+        assert_eq!(text(block_on(bench.router.generate(request("r", "hi"))).unwrap()).unwrap(), "hello");
+        let record = bench.router.explain("r").unwrap();
+        let asked = bench.decodes[0].asked.lock().last().unwrap().prefill.clone();
+        (record["placement"]["colocation"].clone(), record["tries"][0]["prefill"].clone(), asked)
+    };
+    // Nobody has looked whether the prefill node is up.
+    let alone = scheduled(1, vec![vec![answer()]], RouterLimits::default(), &scheduling);
+    let (choice, tried, asked) = served(&alone);
+    assert_eq!((&choice["chosen"], &choice["reason"]), (&true.into(), &"prefill_instances_down".into()));
+    assert_eq!((tried, &*asked), (serde_json::Value::Null, ""));
+    alone.router.presume_up();
+    let (choice, _, asked) = served(&alone);
+    assert_eq!((&choice["reason"], &*asked), (&"sooner".into(), ""), "the hop takes longer than nothing: {choice}");
+    assert!(choice["hop_ms"].as_f64() > Some(0.0) && choice["apart_ms"].as_f64() > choice["colocated_ms"].as_f64());
+
+    let apart = bench(1, vec![vec![answer()]], RouterLimits::default());
+    let (choice, tried, asked) = served(&apart);
+    assert_eq!((&choice["chosen"], &choice["reason"]), (&false.into(), &"never".into()), "{choice}");
+    assert_eq!((tried, &*asked), ("prefill-0".into(), "prefill-0"));
+    let nobody = bench(0, vec![vec![answer()]], RouterLimits::default());
+    assert_eq!(served(&nobody).0["reason"], "no_prefill_instances");
+}
+
+#[test]
+fn a_decode_node_that_cannot_compute_a_prompt_after_all_is_not_asked_again_at_once() {
+    let mut scheduling = Scheduling::default();
+    scheduling.placement.colocate = Colocate::Sooner;
+    let bench = scheduled(1, vec![vec![prefill_dead()]], RouterLimits::default(), &scheduling);
+    let failure = block_on(bench.router.generate(request("r", "hi"))).unwrap_err();
+    assert!(matches!(failure, Failure::NoNode { role: "prefill", .. }), "{failure}");
+    let tries = bench.decodes[0].asked.lock().len();
+    assert!((2..100).contains(&tries), "{tries} in 15 s with growing pauses");
 }
 
 #[test]

@@ -345,3 +345,30 @@ fn what_was_expected_and_not_found_is_counted_and_a_node_whose_blocks_never_come
         assert_eq!(follower.view()["silent"], json!(["prefill-0"]));
     });
 }
+
+#[test]
+fn each_of_these_tests_finds_the_bug_it_is_there_for() {
+    let tests: [(Bug, fn()); 6] = [
+        (
+            Bug::FeedMissesGap,
+            a_router_that_loses_events_while_store_nodes_restart_knows_what_is_there_after_a_quiet_moment,
+        ),
+        (Bug::FeedStaysBehind, a_store_node_that_restarts_is_forgotten_with_the_page_that_says_so),
+        (Bug::FeedKeepsLeft, a_store_node_that_restarts_is_forgotten_with_the_page_that_says_so),
+        (Bug::FollowerBelievesForGood, a_directory_that_restarts_is_followed_into_its_new_term),
+        (
+            Bug::FollowerWaitsForGood,
+            a_follower_slower_than_the_ring_takes_a_snapshot_instead_and_one_that_hears_nothing_asks_anew,
+        ),
+        (
+            Bug::FollowerHidesMissing,
+            what_was_expected_and_not_found_is_counted_and_a_node_whose_blocks_never_come_is_named,
+        ),
+    ];
+    for (bug, test) in tests {
+        seeded::select(Some(bug));
+        let outcome = std::panic::catch_unwind(test);
+        seeded::select(None);
+        assert!(outcome.is_err(), "{bug:?} was not found");
+    }
+}
