@@ -15,6 +15,8 @@ pub mod seeded;
 
 pub mod time;
 
+pub mod random;
+
 pub mod slab;
 
 pub mod hash;

@@ -47,7 +47,6 @@ mod network;
 mod outcome;
 mod people;
 mod pipeline;
-pub mod random;
 mod setup;
 #[cfg(test)]
 mod tests;

@@ -244,6 +244,7 @@ mod tests {
         Commit, Config, Directory, Inventory, Join, Key as ObjectKey, Leases, Location, Mode, Owner, Part, SegmentFacts,
     };
     use crate::hash::RouteHash;
+    use crate::random::Random;
     use crate::time::Instant;
 
     const NODES: u8 = 4;
@@ -257,7 +258,7 @@ mod tests {
         generation: u32,
         feed: Feed<RouteHash>,
         index: Index<RouteHash, 1>,
-        random: u64,
+        random: Random,
     }
 
     fn parse(key: &[u8]) -> Option<RouteHash> {
@@ -278,17 +279,10 @@ mod tests {
                 generation: 0,
                 feed: Feed::new(parse),
                 index: Index::new(limits_of_index, 7),
-                random: seed,
+                random: Random::new(seed),
             };
             (0..NODES).for_each(|node| world.join(node));
             world
-        }
-
-        fn below(&mut self, limit: u64) -> u64 {
-            self.random ^= self.random << 13;
-            self.random ^= self.random >> 7;
-            self.random ^= self.random << 17;
-            self.random % limit
         }
 
         fn owner(&self, node: u8) -> Owner {
@@ -309,16 +303,17 @@ mod tests {
         }
 
         fn change(&mut self) {
-            let (key, node) = (name(self.below(KEYS)), u8::try_from(self.below(u64::from(NODES))).unwrap());
+            let (key, node) =
+                (name(self.random.below(KEYS)), u8::try_from(self.random.below(u64::from(NODES))).unwrap());
             let key = ObjectKey::new(key.as_bytes()).unwrap();
-            match self.below(40) {
+            match self.random.below(40) {
                 0 => self.join(node),
                 1 => {
                     let owner = self.owner(node);
                     self.directory.on_death(NOW, owner);
                     self.join(node);
                 }
-                2 if self.below(8) == 0 => {
+                2 if self.random.below(8) == 0 => {
                     self.directory.on_clear(NOW);
                 }
                 2..12 => {
@@ -330,13 +325,13 @@ mod tests {
 
         fn commit(&mut self, key: ObjectKey<'_>, node: u8) {
             let owner = self.owner(node);
-            let slot = u32::try_from(self.below(12)).unwrap();
-            let segment = u32::try_from(self.below(2)).unwrap();
+            let slot = u32::try_from(self.random.below(12)).unwrap();
+            let segment = u32::try_from(self.random.below(2)).unwrap();
             self.generation += 1;
             let location =
                 Location { node: owner.node, segment, epoch: owner.incarnation, slot, generation: self.generation };
             let visible = self.directory.stat(NOW, key).value.ok().map(|stat| stat.version);
-            let mode = match (visible, self.below(8)) {
+            let mode = match (visible, self.random.below(8)) {
                 (_, 0) => Mode::Upsert,
                 (Some(version), _) => Mode::Replica { version },
                 (None, _) => Mode::IfAbsent,
@@ -383,10 +378,10 @@ mod tests {
     fn a_feed_and_a_directory_agree_whatever_happens() {
         let (mut lagging, mut gaps) = (0, 0);
         for seed in 1..40 {
-            let mut world = World::new(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed));
+            let mut world = World::new(seed);
             for _ in 0..400 {
                 // At times so much happens that a part of it is not heard.
-                let changes = if world.below(30) == 0 { 60 } else { world.below(3) };
+                let changes = if world.random.below(30) == 0 { 60 } else { world.random.below(3) };
                 (0..changes).for_each(|_| world.change());
                 let awaited = world.feed.awaits().is_some();
                 world.feed();

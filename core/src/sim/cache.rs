@@ -210,9 +210,9 @@ mod tests {
     use alloc::string::ToString;
     use alloc::vec::Vec;
 
-    use super::super::random::Random;
     use super::super::trace::{Builder, Synthetic};
     use super::*;
+    use crate::random::Random;
 
     /// A conversation-like trace: requests extend earlier prompts or start anew.
     fn conversations(requests: u64, blocks_max: u64, seed: u64) -> Trace {

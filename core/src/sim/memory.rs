@@ -9,8 +9,8 @@ use alloc::collections::VecDeque;
 use alloc::vec;
 use alloc::vec::Vec;
 
-use super::random::Random;
 use crate::evict::{Kind, Object, Policy, Residents};
+use crate::random::Random;
 use crate::time::{Duration, Instant};
 
 /// Instances of one kind that a simulation has at most.

@@ -3,9 +3,9 @@
 use alloc::vec::Vec;
 
 use super::cluster::normal;
-use super::random::Random;
 use super::setup::{Retries, Setup};
 use super::trace::Trace;
+use crate::random::Random;
 use crate::sched::admission::Slo;
 
 pub(super) struct People {

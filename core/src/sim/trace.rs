@@ -11,7 +11,7 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::ops::{Range, RangeInclusive};
 
-use super::random::Random;
+use crate::random::Random;
 use crate::time::{Duration, Instant};
 
 /// Tokens of a block.

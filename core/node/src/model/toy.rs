@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use millpond_core::layout::{BLOCK_TOKENS_DEFAULT, Dtype, Layout, Shape};
+use millpond_core::random::Random;
 
 use super::kernel::Panels;
 use super::tokenizer::Bytes;
@@ -63,7 +64,7 @@ impl Toy {
     /// Makes the weights; takes a few milliseconds.
     #[must_use]
     pub fn new() -> Self {
-        let mut seed = Seed(0x6d69_6c6c_706f_6e64);
+        let mut seed = Seed(Random::new(0x6d69_6c6c_706f_6e64));
         let kv = (KV_HEADS * HEAD_DIM) as usize;
         let layers = (0..LAYERS).map(|_| LayerWeights {
             attention_norm: vec![1.0; WIDTH],
@@ -98,16 +99,13 @@ impl Model for Toy {
     }
 }
 
-/// splitmix64.
-struct Seed(u64);
+/// Weights from a seed.
+struct Seed(Random);
 
 impl Seed {
     /// Evenly spread over -1..1, in steps of 2^-23: the same on every machine.
     fn value(&mut self) -> f32 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 40) as f32 / 8_388_608.0 - 1.0
+        (self.0.next_u64() >> 40) as f32 / 8_388_608.0 - 1.0
     }
 
     fn rows(&mut self, outputs: usize, inputs: usize) -> Vec<f32> {

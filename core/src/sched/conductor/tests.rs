@@ -3,9 +3,9 @@
 use alloc::vec::Vec;
 
 use super::*;
+use crate::random::Random;
 use crate::sched::colocate::{Colocate, Reason};
 use crate::sched::cost::{Decode, Link, Prefill};
-use crate::sim::random::Random;
 
 /// 1 ms a token, 10 tokens a block, decode steps of 10 ms and 1 ms a request.
 fn setup(prefill: usize, decode: usize) -> Setup {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use millpond_core::batch::{Capability, RegionId};
+use millpond_core::random::Random;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::transfer::Credit;
 use parking_lot::Mutex;
@@ -139,7 +140,7 @@ struct Wire {
 }
 
 struct State {
-    random: u64,
+    random: Random,
     faults: Faults,
     sent: u64,
     lost: u64,
@@ -165,8 +166,14 @@ impl SimNet {
     /// A network without ends. The same seed gives the same delays and losses.
     #[must_use]
     pub fn new(seed: u64, faults: Faults) -> Self {
-        let state =
-            State { random: seed ^ 0x9E37_79B9_7F4A_7C15, faults, sent: 0, lost: 0, lose: None, wires: Vec::new() };
+        let state = State {
+            random: Random::new(seed ^ 0x9E37_79B9_7F4A_7C15),
+            faults,
+            sent: 0,
+            lost: 0,
+            lose: None,
+            wires: Vec::new(),
+        };
         Self(Arc::new(Mutex::new(state)))
     }
 
@@ -237,17 +244,6 @@ impl SimNet {
     }
 }
 
-impl State {
-    /// SplitMix64.
-    fn random(&mut self) -> u64 {
-        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut value = self.random;
-        value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        value ^ (value >> 31)
-    }
-}
-
 impl fmt::Debug for SimNet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = self.0.lock();
@@ -289,7 +285,7 @@ impl End {
     pub(super) fn send(&mut self, now: Instant, frame: Frame) {
         let mut state = self.net.0.lock();
         state.sent += 1;
-        let (chance, spread) = (state.random() % 1_000_000, state.random());
+        let (chance, spread) = (state.random.next_u64() % 1_000_000, state.random.next_u64());
         let faults = state.faults;
         let number = state.sent;
         if state.wires[self.out].closed || state.wires[self.out].died_at.is_some() {
@@ -313,18 +309,18 @@ impl End {
     pub(super) fn report_at(&mut self, now: Instant) -> Instant {
         let mut state = self.net.0.lock();
         let late_max = state.faults.late_max.as_nanos();
-        if late_max == 0 { now } else { now + Duration::from_nanos(state.random() % (late_max + 1)) }
+        if late_max == 0 { now } else { now + Duration::from_nanos(state.random.next_u64() % (late_max + 1)) }
     }
 
     /// When the end of a batch is reported again; `None`: once is enough.
     pub(super) fn doubled_at(&mut self, now: Instant) -> Option<Instant> {
         let mut state = self.net.0.lock();
         let (chance, faults) = (state.faults.doubled_per_million, state.faults);
-        if chance == 0 || state.random() % 1_000_000 >= u64::from(chance) {
+        if chance == 0 || state.random.next_u64() % 1_000_000 >= u64::from(chance) {
             return None;
         }
         let span = faults.delay_max.as_nanos().max(1);
-        Some(now + Duration::from_nanos(state.random() % span))
+        Some(now + Duration::from_nanos(state.random.next_u64() % span))
     }
 
     pub(super) fn receive(&mut self, now: Instant) -> Option<Frame> {

@@ -9,7 +9,7 @@ use millpond_core::directory::{
     Place, SegmentFacts, Stamp, Start,
 };
 use millpond_core::hash::{Model, Secret};
-use millpond_core::sim::random::Random;
+use millpond_core::random::Random;
 
 use super::*;
 use crate::router::VirtualTime;

@@ -6,7 +6,7 @@
 /// A stream of numbers from a seed.
 ///
 /// ```
-/// use millpond_core::sim::random::Random;
+/// use millpond_core::random::Random;
 /// let (mut one, mut same) = (Random::new(7), Random::new(7));
 /// assert_eq!(one.next_u64(), same.next_u64());
 /// assert!((3..5).contains(&one.below(2).saturating_add(3)));
