@@ -184,7 +184,12 @@ pub(super) async fn run(args: Args, output: &mut Output<'_>) -> Result<Exit, Fai
     } else {
         let runs = cluster::run(&trace, &args.plan()?).await?;
         runs.write(output)?;
-        runs.sections()
+        let mut sections = runs.sections();
+        if args.report.is_some() {
+            let (all, listed) = (Eviction::ALL.map(Named), CAPACITIES.map(NonZeroU32::new));
+            sections.push(cache_only::run(&trace, &all, &listed).await?.section());
+        }
+        sections
     };
     if let Some(path) = args.report {
         let page = report::page(&facts, &sections);

@@ -257,12 +257,12 @@ impl Advice {
         Section {
             heading: "What would more memory, a pool or disaggregation gain?",
             text: [how.to_owned()].into_iter().chain(self.verdicts()).collect(),
-            chart: Chart {
+            charts: vec![Chart {
                 title: "Prefill by memory".to_owned(),
                 x: Axis { label: "GiB in all prefill nodes", scale: Scale::Logarithmic },
                 y: Axis { label: "seconds a request", scale: Scale::Linear },
                 series: series.into(),
-            },
+            }],
             tables: self.tables(),
         }
     }

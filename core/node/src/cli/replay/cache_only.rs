@@ -141,7 +141,7 @@ impl Cells {
                  share one cache."
                     .to_owned(),
             ],
-            chart,
+            charts: vec![chart],
             tables: self.tables().into(),
         }
     }

@@ -103,8 +103,10 @@ impl Chart {
         let points = || self.series.iter().flat_map(|series| &series.points);
         let x = Span::new(&self.x, points().map(|point| point.0), [LEFT, RIGHT]);
         let y = Span::new(&self.y, points().map(|point| point.1), [BOTTOM, TOP]);
+        // Room for the names of all lines.
+        let height = HEIGHT.max(TOP + LEGEND_STEP * (count(self.series.len()) + 1.0));
         let mut svg =
-            format!("<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{}\">\n", escaped(&self.title));
+            format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{}\">\n", escaped(&self.title));
         self.axes(&x, &y, &mut svg);
         for (at, series) in self.series.iter().enumerate() {
             draw(series, at, &x, &y, &mut svg);
@@ -147,7 +149,12 @@ impl Chart {
 
 fn draw(series: &Series, at: usize, x: &Span, y: &Span, svg: &mut String) {
     let colour = if series.is_bound { "currentColor" } else { COLOURS[at % COLOURS.len()] };
-    let dash = if series.is_bound { " stroke-dasharray=\"6 4\"" } else { "" };
+    let dash = match at / COLOURS.len() {
+        _ if series.is_bound => " stroke-dasharray=\"6 4\"",
+        0 => "",
+        // Colours come again.
+        _ => " stroke-dasharray=\"2 3\"",
+    };
     let places: Vec<String> =
         series.points.iter().map(|&(px, py)| format!("{:.1},{:.1}", x.place(px), y.place(py))).collect();
     let name = escaped(&series.name);
@@ -167,7 +174,7 @@ fn draw(series: &Series, at: usize, x: &Span, y: &Span, svg: &mut String) {
             number(px)
         );
     }
-    let legend = TOP + 12.0 + 22.0 * f64::from(u32::try_from(at).unwrap_or(0));
+    let legend = TOP + 12.0 + LEGEND_STEP * count(at);
     let _ = writeln!(
         svg,
         "<line class=\"line\" stroke=\"{colour}\"{dash} x1=\"{}\" x2=\"{}\" y1=\"{legend}\" y2=\"{legend}\"/>\
@@ -180,6 +187,12 @@ fn draw(series: &Series, at: usize, x: &Span, y: &Span, svg: &mut String) {
 }
 
 const MARKED_POINTS_MAX: usize = 20;
+/// From one name to the next.
+const LEGEND_STEP: f64 = 22.0;
+
+fn count(lines: usize) -> f64 {
+    f64::from(u32::try_from(lines).unwrap_or(0))
+}
 
 /// A number as people write it: thousands apart, no more digits than it needs.
 pub(super) fn number(value: f64) -> String {

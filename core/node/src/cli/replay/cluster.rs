@@ -295,15 +295,16 @@ impl Runs {
             text: vec![format!(
                 "The trace, replayed at several times its pace, on {}. A request counts if its first token and the gaps \
                  between tokens kept their deadlines. Higher is better; a line that bends down shows a cluster that works \
-                 for requests it then fails.",
+                 for requests it then fails. Each line is a placement (which prefill node serves a request) / an admission \
+                 (whether it is served at all).",
                 self.cluster
             )],
-            chart: Chart {
+            charts: vec![Chart {
                 title: "Goodput by speed".to_owned(),
                 x: Axis { label: "speed, times the trace's", scale: Scale::Linear },
                 y: Axis { label: "requests served in time", scale: Scale::Linear },
                 series,
-            },
+            }],
             tables: self.tables(),
         }
     }
@@ -315,8 +316,7 @@ impl Runs {
         x: Axis,
         points: fn(&Found) -> &Vec<(f64, f64)>,
     ) -> Section {
-        // Lines of all speeds would hide each other.
-        let fastest = self.cases.iter().map(|case| case.speed).fold(0.0, f64::max);
+        let fastest = self.fastest();
         let series = self.rows().filter(|(case, _)| case.speed == fastest).filter_map(|(case, found)| {
             let points = points(found.first()?).iter().copied().filter(|point| point.0 > 0.0).collect();
             Some(Series { name: named(case), points, is_bound: false })
@@ -324,47 +324,56 @@ impl Runs {
         Section {
             heading,
             text: vec![format!("{text} At {fastest} times the trace's pace.")],
-            chart: Chart {
+            charts: vec![Chart {
                 title: heading.to_owned(),
                 x,
                 y: Axis { label: "of those answered, %", scale: Scale::Linear },
                 series: series.collect(),
-            },
+            }],
             tables: Vec::new(),
         }
     }
 
     fn loads(&self) -> Section {
-        // One cluster: more lines would hide each other. The last one is the fastest.
-        let shown = self.rows().last().and_then(|(case, found)| Some((case, found.first()?)));
-        let series = shown.map(|(_, found)| {
-            ["prefill", "decode"].into_iter().zip(&found.loads).map(|(name, points)| Series {
+        let fastest = self.fastest();
+        let shown = self.rows().filter(|(case, _)| case.speed == fastest).take(LOADS_MAX);
+        let charts = shown.filter_map(|(case, found)| {
+            let found = found.first()?;
+            let series = ["prefill", "decode"].into_iter().zip(&found.loads).map(|(name, points)| Series {
                 name: name.to_owned(),
                 points: points.clone(),
                 is_bound: false,
+            });
+            Some(Chart {
+                title: named(case),
+                x: Axis { label: "seconds since the first request", scale: Scale::Linear },
+                y: Axis { label: "load; 1 is the deadline", scale: Scale::Linear },
+                series: series.collect(),
             })
         });
-        let which = shown.map_or_else(String::new, |(case, _)| format!("{} at {}x", named(case), case.speed));
-        Section {
-            heading: "How busy are both sides over time?",
-            text: vec![format!(
-                "{which}: the mean wait of prefill nodes beside the deadline of first tokens, and the mean step of decode nodes \
-                 beside the deadline between tokens; 1 is the deadline. Where one is up while the other is down, the \
-                 cluster swings: it admits by a load that is over when the request gets there."
-            )],
-            chart: Chart {
-                title: "Load over time".to_owned(),
-                x: Axis { label: "seconds since the first request", scale: Scale::Linear },
-                y: Axis { label: "load, of the deadline", scale: Scale::Linear },
-                series: series.into_iter().flatten().collect(),
-            },
-            tables: Vec::new(),
+        let more = self.rows().filter(|(case, _)| case.speed == fastest).count().saturating_sub(LOADS_MAX);
+        let mut text = vec![format!(
+            "At {fastest} times the trace's pace, the mean wait of prefill nodes beside the deadline of first tokens, and the \
+             mean step of decode nodes beside the deadline between tokens; 1 is the deadline. Where one is up while the other \
+             is down, the cluster swings: it admits by a load that is over when the request gets there."
+        )];
+        if more > 0 {
+            text.push(format!("The first {LOADS_MAX} are drawn; {more} are not."));
         }
+        Section { heading: "How busy are both sides over time?", text, charts: charts.collect(), tables: Vec::new() }
+    }
+
+    /// The fastest pace: lines of all would hide each other.
+    fn fastest(&self) -> f64 {
+        self.cases.iter().map(|case| case.speed).fold(0.0, f64::max)
     }
 }
 
+/// Of so many clusters the loads are drawn.
+const LOADS_MAX: usize = 6;
+
 fn named(case: &Case) -> String {
-    format!("{}/{}", case.policy, case.admission)
+    format!("{} / {}", case.policy, case.admission)
 }
 
 #[cfg(test)]
@@ -390,8 +399,8 @@ mod tests {
             assert_eq!(found.effective + found.missed + found.rejected_early + found.rejected_late, 60);
         }
         let sections = runs.sections();
-        assert_eq!(sections[0].chart.series.len(), 4, "a line for each pair of policies");
-        assert!(sections.iter().all(|section| !section.chart.series.is_empty()));
+        assert_eq!(sections[0].charts[0].series.len(), 4, "a line for each pair of policies");
+        assert!(sections.iter().all(|section| !section.charts[0].series.is_empty()));
     }
 
     #[test]

@@ -66,14 +66,16 @@ fn parse(path: &Path, reader: impl BufRead) -> Result<Trace, TraceError> {
     let (mut builder, mut lines, mut start) = (Builder::new(), Vec::new(), None);
     for (text, number) in reader.lines().zip(1..) {
         let text = text.map_err(|source| match source.kind() {
-            io::ErrorKind::InvalidData => wrong(number, "line", "it is no text in UTF-8".to_owned()),
+            io::ErrorKind::InvalidData => {
+                wrong(number, "line", "it is no text in UTF-8; unpack a packed file first".to_owned())
+            }
             _ => TraceError::File { path: path.to_owned(), source },
         })?;
         if text.trim().is_empty() {
             continue;
         }
         let line: Line = serde_json::from_str(&text).map_err(|error| {
-            let (field, what) = diagnose(&text).unwrap_or_else(|| ("line", error.to_string()));
+            let (field, what) = diagnose(&text).unwrap_or_else(|| ("line", broken(&error)));
             wrong(number, field, what)
         })?;
         if !line.timestamp.is_finite() || line.timestamp < 0.0 {
@@ -94,6 +96,15 @@ fn parse(path: &Path, reader: impl BufRead) -> Result<Trace, TraceError> {
     builder
         .build()
         .map_err(|invalid| wrong(lines[invalid.request], field_of(invalid.reason), invalid.reason.to_string()))
+}
+
+/// What is wrong with a line that is not JSON.
+fn broken(error: &serde_json::Error) -> String {
+    if error.is_eof() {
+        return "it ends before its object does; was the file cut off?".to_owned();
+    }
+    // The text was one line: which it is in the file is said before.
+    error.to_string().replace(" at line 1 column ", " at column ")
 }
 
 fn field_of(reason: Reason) -> &'static str {
@@ -204,14 +215,14 @@ mod tests {
             ("null".into(), "line: it is no object"),
             ("\u{feff}{}".into(), "line: "),
             ("[".repeat(200), "line: "),
-            (r#"{"timestamp": 1"#.into(), "line: EOF"),
+            (r#"{"timestamp": 1"#.into(), "line: it ends before"),
         ] {
             let said = refused(&line);
             assert!(said.starts_with(&format!("a.jsonl, line 1: {start}")), "{line} -> {said}");
         }
         // Not text at all, and a line that never ends: an error, no panic.
         let bytes = parse(Path::new("a.jsonl"), &b"\xff\xfe\x00\n"[..]).unwrap_err().to_string();
-        assert!(bytes.starts_with("a.jsonl, line 1: line: "), "{bytes}");
+        assert!(bytes.starts_with("a.jsonl, line 1: line: it is no text in UTF-8; unpack"), "{bytes}");
         assert!(read(Path::new("/")).unwrap_err().to_string().starts_with("/: "));
     }
 
@@ -255,7 +266,7 @@ mod tests {
                 "hash_ids: it is a li",
             ),
             ("[]", "line: it is no object"),
-            ("{", "line: EOF"),
+            ("{", "line: it ends before"),
         ] {
             let said = with(line);
             assert!(said.starts_with(&format!("a.jsonl, line 3: {start}")), "{line} -> {said}");

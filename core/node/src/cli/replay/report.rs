@@ -19,7 +19,8 @@ pub(super) struct Section {
     pub(super) heading: &'static str,
     /// Paragraphs that say how to read the chart.
     pub(super) text: Vec<String>,
-    pub(super) chart: Chart,
+    /// Several have their titles above them.
+    pub(super) charts: Vec<Chart>,
     pub(super) tables: Vec<Table>,
 }
 
@@ -60,7 +61,7 @@ impl Table {
 
 const STYLE: &str = "\
 body{font:16px/1.5 system-ui,sans-serif;max-width:58rem;margin:2rem auto;padding:0 1rem;color:#1b1b1b;background:#fff}
-h1{font-size:1.6rem;margin-bottom:.2rem}h2{font-size:1.25rem;margin-top:2.5rem}
+h1{font-size:1.6rem;margin-bottom:.2rem}h2{font-size:1.25rem;margin-top:2.5rem}h3{font-size:1rem;margin-bottom:0}
 svg{width:100%;height:auto;font:13px system-ui,sans-serif}
 .grid{stroke:currentColor;opacity:.15}.tick,.label,.key{fill:currentColor}.tick{font-size:12px}
 .line{fill:none;stroke-width:2.2}
@@ -97,7 +98,12 @@ pub(super) fn page(facts: &Facts, sections: &[Section]) -> String {
         for paragraph in &section.text {
             let _ = writeln!(html, "<p>{}</p>", escaped(paragraph));
         }
-        html.push_str(&section.chart.svg());
+        for chart in &section.charts {
+            if section.charts.len() > 1 {
+                let _ = writeln!(html, "<h3>{}</h3>", escaped(&chart.title));
+            }
+            html.push_str(&chart.svg());
+        }
         for table in &section.tables {
             let _ = write!(html, "<div class=\"scroll\">{}</div>", table.html());
         }
