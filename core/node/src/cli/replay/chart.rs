@@ -117,7 +117,7 @@ impl Chart {
 
     fn axes(&self, x: &Span, y: &Span, svg: &mut String) {
         for tick in y.ticks() {
-            let (at, text) = (y.place(tick), number(tick));
+            let (at, text) = (y.place(tick), tick_text(tick));
             let _ = writeln!(
                 svg,
                 "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/>\
@@ -127,7 +127,7 @@ impl Chart {
             );
         }
         for tick in x.ticks() {
-            let (at, text) = (x.place(tick), number(tick));
+            let (at, text) = (x.place(tick), tick_text(tick));
             let _ = writeln!(
                 svg,
                 "<line class=\"grid\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{TOP}\" y2=\"{BOTTOM}\"/>\
@@ -194,6 +194,12 @@ fn count(lines: usize) -> f64 {
     f64::from(u32::try_from(lines).unwrap_or(0))
 }
 
+/// A number at an axis: without zeros at its end.
+fn tick_text(value: f64) -> String {
+    let text = number(value);
+    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
+}
+
 /// A number as people write it: thousands apart, no more digits than it needs.
 pub(super) fn number(value: f64) -> String {
     let decimals = match value.abs() {
@@ -250,6 +256,7 @@ mod tests {
         }
         let linear = Span::new(&axis(Scale::Linear), [36.0].into_iter(), [384.0, 16.0]);
         assert_eq!(linear.ticks(), [0.0, 10.0, 20.0, 30.0]);
+        assert_eq!([0.5, 1.5, 2_000.0, 0.25, 0.0].map(tick_text), ["0.5", "1.5", "2,000", "0.25", "0"]);
     }
 
     #[test]

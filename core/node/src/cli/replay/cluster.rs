@@ -296,7 +296,7 @@ impl Runs {
                 "The trace, replayed at several times its pace, on {}. A request counts if its first token and the gaps \
                  between tokens kept their deadlines. Higher is better; a line that bends down shows a cluster that works \
                  for requests it then fails. Each line is a placement (which prefill node serves a request) / an admission \
-                 (whether it is served at all).",
+                 (whether it is served at all); where one line hides another, the table below tells them apart.",
                 self.cluster
             )],
             charts: vec![Chart {

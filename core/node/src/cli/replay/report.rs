@@ -67,7 +67,8 @@ svg{width:100%;height:auto;font:13px system-ui,sans-serif}
 .line{fill:none;stroke-width:2.2}
 .scroll{overflow-x:auto}table{border-collapse:collapse;margin:1rem 0;font-size:.85rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;padding:.3rem 0}
-th,td{padding:.2rem .6rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap}th:first-child{text-align:left}
+th,td{padding:.2rem .4rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap}th:first-child{text-align:left}
+tr:first-child th{white-space:normal;vertical-align:bottom}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem}dd{margin:0}
 @media(prefers-color-scheme:dark){body{color:#e8e8e8;background:#161616}}";
 
@@ -77,7 +78,7 @@ pub(super) fn page(facts: &Facts, sections: &[Section]) -> String {
     let mut html = format!(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>Replay of {name}</title>\n\
-         <style>\n{STYLE}\n</style>\n<h1>What a KV cache would do for these requests</h1>\n"
+         <style>\n{STYLE}\n</style>\n<h1>What would become of these requests?</h1>\n"
     );
     html.push_str("<dl>\n");
     for (term, value) in [
