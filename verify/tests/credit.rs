@@ -1,7 +1,7 @@
 //! A receiver's credit under news that is lost, doubled and late, and shares that come and go; each check finds seeded bugs.
 
-use millpond_core::seeded::{self, Bug};
 use millpond_core::random::Random;
+use millpond_core::seeded::{self, Bug};
 use millpond_core::transfer::{Credit, Grant, Takings};
 
 const TAKINGS: Takings =

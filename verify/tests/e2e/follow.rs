@@ -256,7 +256,7 @@ fn follows(binary: Binary) {
 fn a_router_knows_what_the_store_has_through_restarts_and_its_log_replays() {
     std::thread::scope(|scope| {
         let runs = [Binary::Tokio, Binary::Smol].map(|binary| scope.spawn(move || follows(binary)));
-        runs.map(|run| run.join().expect("it follows"));
+        runs.into_iter().for_each(|run| run.join().expect("it follows"));
     });
 }
 
