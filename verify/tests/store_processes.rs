@@ -100,11 +100,15 @@ struct User {
 
 impl User {
     fn new(runtime: &Tokio, number: u8, directory: &str, via: Via) -> Self {
+        Self::with(runtime, number, directory, Options { via, ..Options::default() })
+    }
+
+    fn with(runtime: &Tokio, number: u8, directory: &str, options: Options) -> Self {
+        let via = options.via;
         let host = if via == Via::Tcp { HostIdentity::UNKNOWN } else { node::host() };
         let identity = Identity { node: [number; 16], incarnation: runtime.now().as_nanos(), host };
         let engine = Engine::start(runtime.clone(), engine::Options::new(identity)).unwrap();
         let node = Node::new(runtime.clone(), node::Options::new(identity));
-        let options = Options { via, ..Options::default() };
         let directory = session::Target::parse(directory).unwrap();
         let client = StoreClient::connect(&node, engine, directory, options).unwrap();
         Self { runtime: runtime.clone(), node, client }
@@ -223,6 +227,24 @@ fn a_killed_owner_costs_an_answer_and_its_replica_serves_on() {
             runtime.sleep(Duration::from_millis(100)).await;
         }
         panic!("{last:?}");
+    });
+}
+
+#[test]
+fn an_owner_that_joined_after_the_view_was_fetched_takes_what_the_others_refuse() {
+    let first = Process::start("full", None, 4096);
+    run(|runtime| async move {
+        let old = Options { view_age_max: Duration::from_secs(3600), ..Options::default() };
+        let user = User::with(&runtime, 1, &first.address, old);
+        user.see(1).await;
+        let value = pattern(1, MIB);
+        let put = user.put("early", value.clone()).await;
+        assert!(matches!(put, Put::Refused { .. }), "{put:?}");
+        let _second = Process::start("roomy", Some(&first.address), 64 * MIB);
+        User::new(&runtime, 2, &first.address, Via::Auto).see(2).await;
+        let put = user.put("late", value.clone()).await;
+        assert!(is_stored(&put), "{put:?}");
+        user.assert_holds("late", &value).await;
     });
 }
 

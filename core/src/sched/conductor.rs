@@ -460,7 +460,10 @@ impl Conductor {
             ability: self.setup.ability,
             elsewhere,
             reused,
-            wait: self.beside[instance as usize].until.since(now),
+            wait: match elsewhere {
+                Elsewhere::Nobody => placed.chosen.wait,
+                _ => self.beside[instance as usize].until.since(now),
+            },
             batch: view.batch,
             context: view.context,
             tbt: self.occupancy.strictest(instance),

@@ -21,22 +21,28 @@ pub const LAPSE_MIN: Duration = Duration::from_millis(100);
 /// lapse.on_wait(at(500)); // it sleeps, on purpose
 /// assert_eq!(lapse.on_look(at(501)), None);
 /// assert_eq!(lapse.on_look(at(4_001)), Some(Duration::from_millis(3_500))); // it was awake, and then it was not
+/// assert_eq!(lapse.on_look(at(3_800)), None); // another one, whose clock was read before
+/// assert_eq!(lapse.on_look(at(4_002)), None);
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Lapse {
     due: Instant,
+    /// The latest look: several may look, and not in the order in which they read the clock.
+    looked: Instant,
 }
 
 impl Lapse {
     /// Somebody looks at `now`.
     #[must_use]
     pub const fn new(now: Instant) -> Self {
-        Self { due: now }
+        Self { due: now, looked: now }
     }
 
     /// Somebody looks, and looks again at once unless [`Lapse::on_wait`] follows. For how long nobody did, if that was long.
     pub fn on_look(&mut self, now: Instant) -> Option<Duration> {
-        let late = now.since(core::mem::replace(&mut self.due, now));
+        let late = now.since(self.due.max(self.looked));
+        self.looked = self.looked.max(now);
+        self.due = self.looked;
         (late >= LAPSE_MIN).then_some(late)
     }
 

@@ -146,8 +146,6 @@ pub(super) struct Path {
     /// Since this generation opened: bytes and slices.
     sent: Credit,
     pub(super) rate: Rate,
-    /// Bytes that it has completed in all.
-    completed: u64,
     pub(super) breaker: Breaker,
     pub(super) last_progress: Instant,
     /// The device said it is full; until something ends there, or that instant.
@@ -171,7 +169,6 @@ impl Path {
             credit: spec.credit,
             sent: Credit { bytes: 0, slices: 0 },
             rate: Rate::UNKNOWN,
-            completed: 0,
             breaker: Breaker::CLOSED,
             last_progress: Instant::ZERO,
             full_until: Instant::ZERO,
@@ -287,24 +284,6 @@ impl Path {
         }
     }
 
-    /// The same, beside other paths that work: until it has shown what it completes, no more is lent to it than twice what
-    /// it completed so far, or a first batch would lie on whichever path is asked first. A job that has no more than a
-    /// short slice left goes where it would be done soonest.
-    pub(super) fn room_beside(&self, now: Instant, wanted: Wanted) -> Result<Limits, Verdict> {
-        let limits = self.room(now, wanted)?;
-        let short = self.spec.slice_len_min;
-        match wanted {
-            Wanted::Cut { bytes } if bytes > short => {
-                let lent = self.completed.saturating_mul(2).max(short);
-                let rest = lent.saturating_sub(self.load.bytes);
-                let is_full = rest == 0 && self.load.slices > 0;
-                let limits = Limits { bytes: limits.bytes.min(rest.max(short)), ..limits };
-                if is_full { Err(Verdict::Full) } else { Ok(limits) }
-            }
-            _ => Ok(limits),
-        }
-    }
-
     fn slice_len(&self) -> u64 {
         let (min, max) = (self.spec.slice_len_min, self.spec.slice_len_max);
         self.rate.bytes_in(SLICE_SPAN).map_or(max, |len| len.max(min).min(max))
@@ -350,7 +329,6 @@ impl Path {
         self.load.sub(load);
         self.full_until = Instant::ZERO;
         self.rate.on_done(now, done.bytes);
-        self.completed = self.completed.saturating_add(done.bytes);
     }
 
     /// Nobody looked for `span`, which ends now.

@@ -276,10 +276,9 @@ impl Peer {
 
     fn best_of_rank(&mut self, now: Instant, mask: u16, wanted: Wanted, seen: &mut Explanation) -> Found {
         let (mut usable, mut is_full, mut first) = (0, false, None);
-        let room = if self.works_beside(mask) { Path::room_beside } else { Path::room };
         for id in bits(mask) {
             let Some(path) = &self.paths[id.index()] else { continue };
-            match room(path, now, wanted) {
+            match path.room(now, wanted) {
                 Ok(limits) if !path.breaker.is_closed() => {
                     seen.verdicts[id.index()] = Verdict::Chosen;
                     return Found::Path(id, limits, Why::Probe);
@@ -305,12 +304,6 @@ impl Peer {
         Found::Path(id, limits, why)
     }
 
-    /// Whether more than one of these paths works.
-    fn works_beside(&self, mask: u16) -> bool {
-        let paths = || bits(mask).filter_map(|path| self.paths[path.index()].as_ref());
-        mask.count_ones() > 1 && paths().filter(|path| path.is_open() && path.breaker.is_closed()).nth(1).is_some()
-    }
-
     /// The path among `usable` ones that would be done first.
     fn soonest(&self, now: Instant, usable: u16, wanted: Wanted, seen: &mut Explanation) -> Option<(PathId, Limits)> {
         let paths = || bits(usable).filter_map(|path| self.paths[path.index()].as_ref());
@@ -320,7 +313,7 @@ impl Peer {
         let mut margin = 0;
         for id in bits(usable) {
             let path = self.paths[id.index()].as_ref()?;
-            let limits = path.room_beside(now, wanted).ok()?;
+            let limits = path.room(now, wanted).ok()?;
             let bytes = match wanted {
                 Wanted::Cut { bytes } => bytes.min(limits.bytes),
                 Wanted::Whole(load) => load.bytes,

@@ -10,8 +10,6 @@ use super::*;
 use crate::slab::Slot;
 use crate::time::Instant;
 
-mod spread;
-
 type Boxed<T> = std::boxed::Box<[Slot<T>]>;
 
 fn table<T>(count: usize) -> Boxed<T> {
@@ -147,6 +145,80 @@ fn a_slice_is_as_long_as_its_path_moves_in_the_slice_span() {
     assert_eq!(rig.posts().iter().map(|post| post.2).collect::<Vec<_>>(), [4 * MB, 4 * MB, 2 * MB]);
 }
 
+/// Bytes over two paths, each with that window, of which the second takes `slow` times as long for a slice; after both were
+/// measured.
+fn shared_bytes(window: u64, slow: u64) -> [u64; 2] {
+    let spec = PathSpec { window: Window { bytes: window, moves: 999, slices: 999 }, ..PathSpec::new(TCP, 0) };
+    let spec = PathSpec { slice_len_min: MB, slice_len_max: MB, ..spec };
+    let config = Config { window_per_peer: Window { bytes: 2 * window, moves: 999, slices: 999 }, ..Config::default() };
+    let mut rig = Rig { scheduler: Scheduler::new(config, table(64), table(999), table(4)), ..Rig::new(&[]) };
+    rig.peer = rig.scheduler.insert_peer(rig.now).unwrap();
+    for index in 0..2 {
+        rig.scheduler.declare(rig.peer, path(index), spec).unwrap();
+        rig.scheduler.on_open(rig.now, rig.peer, path(index));
+    }
+    let (mut queues, mut free_at, mut bytes) = ([vec![], vec![]], [rig.now; 2], [0; 2]);
+    for total in [40 * MB, 400 * MB] {
+        rig.submit(rig.spec(total));
+        bytes = [0; 2];
+        while bytes[0] + bytes[1] < total || queues.iter().any(|queue| !queue.is_empty()) {
+            for (posting, path, len) in rig.posts() {
+                free_at[path] = free_at[path].max(rig.now) + millis([1, slow][path]);
+                queues[path].push((free_at[path], posting));
+                bytes[path] += len;
+            }
+            let next = queues.iter().filter_map(|queue| queue.first()).min_by_key(|(at, _)| *at).unwrap().0;
+            rig.now = next;
+            for queue in &mut queues {
+                if queue.first().is_some_and(|(at, _)| *at == next) {
+                    let (_, posting) = queue.remove(0);
+                    rig.done(posting);
+                }
+            }
+        }
+        rig.finished();
+    }
+    bytes
+}
+
+#[test]
+fn two_paths_of_one_transport_share_by_what_they_complete() {
+    // Windows of a few slices, and such that all is posted at once.
+    for window in [8 * MB, 400 * MB] {
+        for slow in [1, 3] {
+            let bytes = shared_bytes(window, slow);
+            let ratio = bytes[0] as f64 / bytes[1] as f64 / slow as f64;
+            assert!((0.94..1.06).contains(&ratio), "{bytes:?} in windows of {window}, {slow} to 1");
+        }
+    }
+}
+
+#[test]
+fn a_path_that_was_slow_is_tried_again_after_others_worked_for_a_while() {
+    let spec = PathSpec { slice_len_min: MB, slice_len_max: MB, ..PathSpec::new(TCP, 0) };
+    let mut rig = Rig::new(&[spec, spec]);
+    // Jobs of two slices, one after the other. Gives how many went over path 1, on which each takes longer by `slow`.
+    let run = |rig: &mut Rig, slow: Duration| {
+        rig.submit(rig.spec(2 * MB));
+        let mut posts = rig.posts();
+        posts.sort_by_key(|(_, path, _)| *path);
+        for (posting, path, _) in &posts {
+            rig.after([millis(1), slow][*path]);
+            rig.done(*posting);
+        }
+        rig.finished();
+        posts.iter().filter(|(_, path, _)| *path == 1).count()
+    };
+    assert_eq!(run(&mut rig, millis(100)), 1, "nothing is known of either");
+    let healed = rig.now;
+    while run(&mut rig, millis(0)) == 0 {
+        assert!(rig.now.since(healed) < Duration::from_secs(10), "it is never used again");
+    }
+    assert!(rig.now.since(healed) > Duration::from_secs(5));
+    let used: usize = (0..100).map(|_| run(&mut rig, millis(0))).sum();
+    assert!(used > 90, "{used}");
+}
+
 #[test]
 fn a_failed_slice_goes_the_same_way_then_another_then_another_transport() {
     let mut rig = Rig::new(&[PathSpec::new(SHM, 0), PathSpec::new(SHM, 0), PathSpec::new(TCP, 1)]);
@@ -198,8 +270,7 @@ fn a_post_that_is_refused_goes_another_way_at_once() {
 #[test]
 fn windows_bound_what_is_under_way_per_path_and_per_peer() {
     let window = Window { bytes: 10, moves: 9, slices: 2 };
-    // A job of a short slice, which does not wait until the paths have shown what they complete.
-    let spec = PathSpec { window, slice_len_min: 40, slice_len_max: 4, ..PathSpec::new(TCP, 0) };
+    let spec = PathSpec { window, slice_len_min: 4, slice_len_max: 4, ..PathSpec::new(TCP, 0) };
     let config = Config { window_per_peer: Window { bytes: 99, moves: 3, slices: 99 }, ..Config::default() };
     let mut rig = Rig::with_config(config, &[spec, spec]);
     rig.submit(rig.spec(40));

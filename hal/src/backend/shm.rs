@@ -28,6 +28,13 @@ use std::sync::Arc;
 
 use millpond_core::batch::{MemoryKind, RegionId, RegionToken};
 use millpond_core::time::{Duration, Instant};
+
+/// Version of what two processes write for each other: who has another one is not to be met over shared memory.
+///
+/// ```
+/// assert_eq!(millpond_hal::backend::shm::LAYOUT_VERSION, 2);
+/// ```
+pub const LAYOUT_VERSION: u16 = 2;
 use rustix::event::epoll;
 
 use self::link::{Asleep, Link, bits_of};

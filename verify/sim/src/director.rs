@@ -183,7 +183,7 @@ struct Play {
 
 impl Play {
     fn new(scenario: Scenario) -> Self {
-        let mut random = Random(scenario.seed ^ 0xa076_1d64_78bd_642f);
+        let mut random = Random::new(scenario.seed ^ 0xa076_1d64_78bd_642f);
         let (senders, actors) = match scenario.mix {
             Mix::Many => (16, 1),
             _ if scenario.once.is_some() => (1, 1),
@@ -246,7 +246,7 @@ impl Play {
         let engine = self.world.start(sender);
         for nth in 0..self.actors {
             let name = (sender - 1) * self.actors + nth;
-            let random = Random(self.random.next());
+            let random = Random::new(self.random.next());
             let (stage, plan) = (Arc::clone(&self.stage), self.plan());
             let actor = Actor::new(name, RECEIVER, plan, engine.clone(), stage, random);
             engine.runtime().spawn(actor.act());

@@ -15,22 +15,23 @@ use std::task::{Context, Poll, Waker};
 use futures::future::BoxFuture;
 use futures::io::{AsyncRead, AsyncWrite};
 use futures::task::{ArcWake, waker};
+use millpond_core::random;
 use millpond_core::time::{Duration, Instant};
 use millpond_node::runtime::{Readiness, Runtime, Stream};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// SplitMix64.
+/// What is drawn from a seed.
 #[derive(Clone, Debug)]
-pub(crate) struct Random(pub(crate) u64);
+pub(crate) struct Random(random::Random);
 
 impl Random {
+    pub(crate) const fn new(seed: u64) -> Self {
+        Self(random::Random::new(seed))
+    }
+
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut value = self.0;
-        value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        value ^ (value >> 31)
+        self.0.next_u64()
     }
 
     /// A number below `bound`, which is not 0.
@@ -86,7 +87,7 @@ impl Virtual {
     pub(crate) fn new(seed: u64) -> Self {
         let state = State {
             now: Instant::ZERO + Duration::from_secs(1),
-            random: Random(seed),
+            random: Random::new(seed),
             tasks: BTreeMap::new(),
             timers: BTreeMap::new(),
             watched: BTreeMap::new(),

@@ -93,7 +93,7 @@ impl World {
             runtime: Virtual::new(seed),
             net: SimNet::new(seed, Faults::default()),
             members: Arc::default(),
-            random: Arc::new(Mutex::new(Random(seed ^ 0x5bd1_e995))),
+            random: Arc::new(Mutex::new(Random::new(seed ^ 0x5bd1_e995))),
             window: window.unwrap_or(defaults.window),
             incarnations: BTreeMap::new(),
         }

@@ -245,6 +245,9 @@ fn replays(mut cluster: Followed, wish: &Wish) {
 fn follows(binary: Binary) {
     let mut cluster = Followed::start(binary);
     cluster.await_blocks("an empty store is known", 0);
+    let joined = format!("node {}", cluster.store.address);
+    let is_owner = |line: &str| line.starts_with("store ") && line.contains(" active ") && line.contains(&joined);
+    eventually("the store node joined", SPAN, || cluster.status().0.lines().any(is_owner));
     let wishes = wishes();
     refuses_strangers(&cluster, &wishes[0]);
     let texts = finds_what_was_stored(&cluster, &wishes);

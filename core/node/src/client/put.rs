@@ -38,6 +38,8 @@ struct Job {
     mode: Mode,
     candidates: Vec<Owner>,
     next: usize,
+    /// The view may be fetched once more for owners that joined meanwhile.
+    may_look_further: bool,
     locations: Vec<Location>,
     version: Option<Stamp>,
     refusal: Option<Put>,
@@ -63,6 +65,11 @@ impl Payload {
 impl Job {
     fn is_copying(&self) -> bool {
         matches!(self.mode, Mode::Replica { .. })
+    }
+
+    /// No other owner is to be asked.
+    fn stop(&mut self) {
+        (self.next, self.may_look_further) = (self.candidates.len(), false);
     }
 
     /// No owner is left: says what came of it.
@@ -120,7 +127,7 @@ impl<R: Runtime> StoreClient<R> {
                 job.done = Some(Ok(refused(Reason::Unavailable, detail.clone(), Some(Duration::from_millis(100)))));
             }
         }
-        // Each round ends a job, moves it to its next owner, or waits; owners are finite and the wait ends at `give_up_at`.
+        // Each round ends a job, moves it to its next owner, or waits; owners are finite, looked up twice, and the wait ends at `give_up_at`.
         while jobs.iter().any(|job| job.done.is_none()) {
             let wait_until = inner.round(&mut jobs, options, give_up_at).await;
             if let Some(wait_until) = wait_until {
@@ -140,6 +147,7 @@ impl<R: Runtime> Inner<R> {
             mode: if options.upsert { Mode::Upsert } else { Mode::IfAbsent },
             candidates: Vec::new(),
             next: 0,
+            may_look_further: true,
             locations: Vec::new(),
             version: None,
             refusal: None,
@@ -202,8 +210,27 @@ impl<R: Runtime> Inner<R> {
         Ok(())
     }
 
+    /// Owners that joined after the view was fetched may take what those that were known did not.
+    async fn look_further(&self, jobs: &mut [Job], options: &PutOptions) {
+        let is_spent = |job: &Job| job.done.is_none() && job.may_look_further && job.next >= job.candidates.len();
+        if !jobs.iter().any(is_spent) {
+            return;
+        }
+        // Without a directory those that are known have to do.
+        let view = self.owners.refresh(&self.link, self.short_deadline()).await.unwrap_or_default();
+        for job in jobs.iter_mut().filter(|job| is_spent(job)) {
+            job.may_look_further = false;
+            for owner in self.owners.placement(&view, &job.key, options.prefer) {
+                if job.candidates.iter().all(|known| known.node != owner.node) {
+                    job.candidates.push(owner);
+                }
+            }
+        }
+    }
+
     /// Asks the next owner of every job. Returns when to go on, if the store is busy.
     async fn round(&self, jobs: &mut [Job], options: &PutOptions, give_up_at: Instant) -> Option<Instant> {
+        self.look_further(jobs, options).await;
         for job in jobs.iter_mut().filter(|job| job.next >= job.candidates.len()) {
             job.conclude(options);
         }
@@ -337,7 +364,7 @@ impl<R: Runtime> Inner<R> {
                 // Another owner may have room, or a working link; it would say the same of a malformed request.
                 let is_local = matches!(reason, Reason::Full | Reason::TooLarge | Reason::Busy | Reason::Unavailable);
                 job.refusal = Some(refusal);
-                job.next = if is_local { job.next + 1 } else { job.candidates.len() };
+                if is_local { job.next += 1 } else { job.stop() }
             }
         }
         None
@@ -348,7 +375,7 @@ impl<R: Runtime> Inner<R> {
 fn fail(job: &mut Job, node: NodeId, error: OwnerError) {
     let may_go_on = error.is_untouched() || job.mode != Mode::Upsert;
     job.failure = Some((node, error));
-    job.next = if may_go_on { job.next + 1 } else { job.candidates.len() };
+    if may_go_on { job.next += 1 } else { job.stop() }
 }
 
 fn item(job: &Job, options: &PutOptions) -> PutItem {

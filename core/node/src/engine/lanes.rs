@@ -18,6 +18,7 @@ use millpond_core::slab::Handle;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::hello::{Field, HostIdentity, Identity, Purpose, Refusal};
 use millpond_core::wire::session::Peer as Met;
+use millpond_hal::backend::shm::LAYOUT_VERSION;
 use millpond_hal::contract::LaneSide;
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
@@ -329,9 +330,10 @@ fn unix_socket() -> rustix::io::Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
 }
 
+/// Who lays shared memory out in another way is not found, and met over tcp.
 fn unix_name(identity: &Identity) -> rustix::io::Result<SocketAddrUnix> {
     let node: String = identity.node.iter().map(|byte| format!("{byte:02x}")).collect();
-    SocketAddrUnix::new_abstract_name(format!("millpond-{node}-{:x}", identity.incarnation).as_bytes())
+    SocketAddrUnix::new_abstract_name(format!("millpond-{node}-{:x}-{LAYOUT_VERSION}", identity.incarnation).as_bytes())
 }
 
 /// The unix socket that lanes of shared memory come to. `None` where there is none to be had: then others carry.

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 
 use futures::channel::oneshot;
 use millpond_core::layout::Layout;
-use millpond_core::time::Instant;
+use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{
     FirstToken, KvTarget, METHOD_PREFILL, PrefillDone, PrefillRequest, PrefillStep, PrefillTimes, REQUEST_ID_LEN_MAX,
 };
@@ -13,10 +13,15 @@ use zerocopy::FromBytes;
 
 use super::{Computed, Outlet, Prefill, Prompt, Sender, Stopped};
 use crate::engine::{Engine, Peer, RegionToken, RemoteRegion, Via};
+use crate::kv::Page;
 use crate::model::sample;
 use crate::rpc::{Context, Items, Reason, Refusal, Router};
 use crate::runtime::{Runtime, by};
 use crate::session::Target;
+
+/// How long a busy engine is asked again, and how often.
+const BUSY_MAX: Duration = Duration::from_secs(5);
+const BUSY_PAUSE: Duration = Duration::from_millis(2);
 
 /// The method of the role, whose KV leaves through `engine`.
 pub fn methods<R: Runtime>(prefill: &Prefill<R>, engine: &Engine<R>) -> Router {
@@ -88,7 +93,7 @@ fn send_and_keep<R: Runtime>(
             Some(mut outlet) => {
                 // It is never told but by being dropped.
                 let _ = was_told.await;
-                match outlet.loaded(&mut computed.pages[..computed.unsent_pages]) {
+                match send_loaded(owner.runtime(), &mut *outlet, &mut computed.pages[..computed.unsent_pages]).await {
                     Ok(()) => outlet.finish().await,
                     Err(stopped) => Err(stopped),
                 }
@@ -100,6 +105,20 @@ fn send_and_keep<R: Runtime>(
         owner.keep(&prompt.tenant, &prompt.tokens, computed.kept_blocks, computed.pages);
     });
     receiver
+}
+
+/// Lets the pages that were loaded leave. The first token is told already, so nobody can begin anew elsewhere: an engine that is
+/// busy is asked again for a while.
+async fn send_loaded<R: Runtime>(runtime: &R, outlet: &mut dyn Outlet, pages: &mut [Page]) -> Result<(), Stopped> {
+    let give_up_at = runtime.now() + BUSY_MAX;
+    loop {
+        match outlet.loaded(pages) {
+            Err(Stopped(refusal)) if refusal.reason == Reason::Busy && runtime.now() < give_up_at => {
+                runtime.sleep(BUSY_PAUSE).await;
+            }
+            sent => return sent,
+        }
+    }
 }
 
 fn malformed(detail: impl Into<std::borrow::Cow<'static, str>>) -> Refusal {

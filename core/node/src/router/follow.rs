@@ -60,6 +60,7 @@ struct Inner {
     /// Tokens of a block.
     block_len: usize,
     timers: Timers,
+    begun: Instant,
     known: Mutex<Known>,
     meters: Meters,
 }
@@ -182,7 +183,8 @@ impl Follower {
             silent: Silent::new(serving),
         };
         let meters = Meters::new(registry);
-        Self { inner: Arc::new(Inner { source, namer, block_len, timers, known: Mutex::new(known), meters }) }
+        let begun = timers.now();
+        Self { inner: Arc::new(Inner { source, namer, block_len, timers, begun, known: Mutex::new(known), meters }) }
     }
 
     /// How much of a prompt of `tenant` the store has.
@@ -257,7 +259,7 @@ impl Follower {
         }
         known.state = State::Lost { why };
         inner.meters.current.set(0);
-        inner.meters.unheard.set(known.heard.map_or(0, |heard| inner.timers.now().since(heard).as_millis()));
+        inner.meters.unheard.set(inner.timers.now().since(known.heard.unwrap_or(inner.begun)).as_millis());
         known.heard
     }
 

@@ -11,6 +11,7 @@ use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
 use millpond_core::hash::{RouteHash, RouteHasher};
 use millpond_core::sched::admission::{Reason, Slo};
+use millpond_core::sched::colocate::Colocate;
 use millpond_core::sched::conductor::INSTANCES_MAX;
 use millpond_core::time::{Duration, Instant};
 use millpond_core::wire::message::serve::{FinishReason, GenerateRequest, Generated, Sampling, Started};
@@ -91,6 +92,7 @@ struct Inner {
     /// What the store has, if there is one.
     store: Option<Follower>,
     keys: ApiKeys,
+    colocate: Colocate,
     /// Stopped when whoever still waits is to be sent away.
     abandoned: Stop,
 }
@@ -159,6 +161,7 @@ impl Router {
             desk,
             store,
             keys: scheduling.keys.clone(),
+            colocate: scheduling.placement.colocate,
             abandoned: Stop::new(),
         };
         Ok(Self { inner: Arc::new(inner) })
@@ -221,7 +224,8 @@ impl Router {
             let known: Vec<_> = self.inner.decodes.iter().map(|node| &node.known).collect();
             return Err(format!("no decode node answers ({})", names(&known)));
         }
-        if !self.inner.prefills.is_empty() && !self.inner.prefills.iter().any(|node| up(&node.down)) {
+        let needs_prefill = !self.inner.prefills.is_empty() && self.inner.colocate == Colocate::Never;
+        if needs_prefill && !self.inner.prefills.iter().any(|node| up(&node.down)) {
             let known: Vec<_> = self.inner.prefills.iter().map(|node| &node.known).collect();
             return Err(format!("no prefill node answers ({})", names(&known)));
         }

@@ -35,6 +35,7 @@ struct Fake {
     scripts: Mutex<VecDeque<Script>>,
     asked: Mutex<Vec<GenerateRequest>>,
     is_full: AtomicBool,
+    is_gone: AtomicBool,
 }
 
 impl Link for Fake {
@@ -58,7 +59,13 @@ impl Link for Fake {
 
     fn load(&self, _: Instant) -> BoxFuture<'static, Result<Load, Lost>> {
         let busy = Lost::Busy { reason: "256 calls are open".into(), retry_after: Duration::ZERO };
-        ready(if self.is_full.load(Ordering::SeqCst) { Err(busy) } else { Ok(Load::default()) }).boxed()
+        let gone = Lost::Prefill { detail: "connection refused".into() };
+        ready(match (self.is_gone.load(Ordering::SeqCst), self.is_full.load(Ordering::SeqCst)) {
+            (true, _) => Err(gone),
+            (_, true) => Err(busy),
+            _ => Ok(Load::default()),
+        })
+        .boxed()
     }
 }
 
@@ -89,6 +96,7 @@ struct Bench {
     router: Router,
     timers: Timers,
     registry: Registry,
+    prefills: Vec<Arc<Fake>>,
     decodes: Vec<Arc<Fake>>,
 }
 
@@ -121,12 +129,14 @@ fn scheduled(prefills: usize, scripts: Vec<Vec<Script>>, limits: RouterLimits, s
         .map(|scripts| Arc::new(Fake { scripts: Mutex::new(scripts.into()), ..Fake::default() }))
         .collect();
     let known = |role: &str, index: usize, link: Arc<dyn Link>| Known { address: format!("{role}-{index}"), link };
-    let prefills = (0..prefills).map(|index| known("prefill", index, Arc::new(Fake::default()))).collect();
+    let prefills: Vec<_> = (0..prefills).map(|_| Arc::new(Fake::default())).collect();
+    let computing =
+        prefills.iter().enumerate().map(|(index, link)| known("prefill", index, Arc::clone(link) as _)).collect();
     let links = decodes.iter().enumerate().map(|(index, link)| known("decode", index, Arc::clone(link) as _)).collect();
     let registry = Registry::new();
-    let nodes = Nodes { prefills, decodes: links, store: None };
+    let nodes = Nodes { prefills: computing, decodes: links, store: None };
     let router = Router::new(toy::card(), nodes, limits, scheduling, timers.clone(), &registry).unwrap();
-    Bench { router, timers, registry, decodes }
+    Bench { router, timers, registry, prefills, decodes }
 }
 
 fn request(id: &str, prompt: &str) -> Generate {
@@ -309,6 +319,18 @@ fn readiness_names_what_is_missing() {
     // The fakes answer at once, so a turn of the watch is enough.
     assert!(bench.router.watch().now_or_never().is_none());
     assert_eq!(bench.router.ready(), Ok(()));
+}
+
+#[test]
+fn without_a_prefill_node_it_is_ready_where_decode_nodes_compute_prompts() {
+    for (colocate, is_ready) in [(Colocate::Never, false), (Colocate::Sooner, true)] {
+        let mut scheduling = Scheduling::default();
+        scheduling.placement.colocate = colocate;
+        let bench = scheduled(1, vec![vec![answer()]], RouterLimits::default(), &scheduling);
+        bench.prefills[0].is_gone.store(true, Ordering::SeqCst);
+        assert!(bench.router.watch().now_or_never().is_none());
+        assert_eq!(bench.router.ready().is_ok(), is_ready, "{colocate:?}");
+    }
 }
 
 #[test]

@@ -24,8 +24,8 @@ pub(crate) const ENTRY_WORDS: usize = 8;
 /// One request, reply or socket record.
 pub(crate) type Entry = [u64; ENTRY_WORDS];
 
-/// Version of the layout, in the first word.
-const LAYOUT: u64 = 0x4d50_5348_4d00_0002;
+/// The first word: the layout's version.
+const LAYOUT: u64 = 0x4d50_5348_4d00_0000 | super::LAYOUT_VERSION as u64;
 const CACHE_LINE_WORDS: usize = 8;
 const RINGS_AT: usize = 16 * CACHE_LINE_WORDS;
 const HALF_WORDS: usize = RINGS_AT + 2 * (RING_LEN as usize) * ENTRY_WORDS;
