@@ -5,7 +5,7 @@ mod common;
 #[path = "../../../hal/tests/common/counting.rs"]
 mod counting;
 
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::own::Own;
@@ -257,8 +257,16 @@ fn gives_back(name: &str) -> bool {
     // Nodes of the same names at the same time would take each other's calls.
     let _alone = ALONE.lock();
     let args = ["--exact", name, "--include-ignored", "--nocapture"];
-    let run = Command::new(std::env::current_exe().unwrap()).args(args).envs(GIVES_BACK).status();
-    assert!(run.unwrap().success(), "what was held is above");
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(args)
+        .envs(GIVES_BACK)
+        .stderr(Stdio::inherit())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&run.stdout).into_owned();
+    print!("{said}");
+    // A name that fits no test would pass as well.
+    assert!(run.status.success() && said.contains("1 passed"), "what was held is above");
     false
 }
 

@@ -26,7 +26,7 @@ pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_
             &format!("requests go to http://{}/v1; process {} looks after the cluster", cluster.http, cluster.pid),
             json!({"http": cluster.http, "pid": cluster.pid}),
         )?;
-        for Asked { node, state, downgrades, follower } in
+        for Asked { node, state, downgrades, follower, log } in
             join_all(cluster.nodes.iter().map(|node| ask(runtime, node))).await
         {
             silent += usize::from(state["status"] != "ready");
@@ -42,6 +42,16 @@ pub(super) async fn run<R: Runtime>(runtime: &R, at: &At, output: &mut Output<'_
                 output.line(
                     &format!("{:<12} downgraded   {count} posts over {to} instead of {from}: {reason}", node.name),
                     json!({"node": node.name, "downgraded": {"from": from, "to": to, "reason": reason, "count": count}}),
+                )?;
+            }
+            if log["is_whole"] == false {
+                let path = text(&log["path"]);
+                output.line(
+                    &format!(
+                        "{:<12} log ended    {path} could not be written any more; the router's log says why",
+                        node.name
+                    ),
+                    json!({"node": node.name, "decision_log": log}),
                 )?;
             }
             if let Some(view) = follower {
@@ -94,6 +104,8 @@ struct Asked<'n> {
     downgrades: Vec<Downgrades>,
     /// What it knows of the store, if it is a router that follows one.
     follower: Option<Value>,
+    /// Where it writes what it decides, and whether it still can, if it is a router that does.
+    log: Value,
 }
 
 async fn ask<'n, R: Runtime>(runtime: &R, node: &'n Node) -> Asked<'n> {
@@ -102,18 +114,24 @@ async fn ask<'n, R: Runtime>(runtime: &R, node: &'n Node) -> Asked<'n> {
         Ok((_, body)) => serde_json::from_slice(&body).unwrap_or_else(|_| json!({"status": "confused"})),
         Err(error) => {
             let state = json!({"status": "silent", "reason": error.to_string()});
-            return Asked { node, state, downgrades: Vec::new(), follower: None };
+            return Asked { node, state, downgrades: Vec::new(), follower: None, log: Value::Null };
         }
     };
     let downgrades = match fetch(runtime, node.http, Method::Get, "/metrics", Vec::new(), deadline).await {
         Ok((200, body)) => String::from_utf8_lossy(&body).lines().filter_map(Downgrades::parse).collect(),
         _ => Vec::new(),
     };
-    let follower = match fetch(runtime, node.http, Method::Get, "/debug/explain", Vec::new(), deadline).await {
-        Ok((200, body)) => serde_json::from_slice::<Value>(&body).ok().map(|view| view["router"]["store"].clone()),
-        _ => None,
+    let mut router = match fetch(runtime, node.http, Method::Get, "/debug/explain", Vec::new(), deadline).await {
+        Ok((200, body)) => {
+            serde_json::from_slice::<Value>(&body).map(|mut view| view["router"].take()).unwrap_or_default()
+        }
+        _ => Value::Null,
     };
-    Asked { node, state, downgrades, follower: follower.filter(Value::is_object) }
+    if !router.is_object() {
+        return Asked { node, state, downgrades, follower: None, log: Value::Null };
+    }
+    let follower = Some(router["store"].take()).filter(Value::is_object);
+    Asked { node, state, downgrades, follower, log: router["decision_log"].take() }
 }
 
 /// A router's view of the store in a line: whether it is followed, how far, and since when nothing was heard.

@@ -31,7 +31,7 @@ const PATHS: &str =
 /// #     fn generate(&self, _: Generate) -> BoxFuture<'static, Result<Generation, Failure>> {
 /// #         async { Err(Failure::EmptyPrompt) }.boxed()
 /// #     }
-/// #     fn explain(&self, _: &str) -> Option<serde_json::Value> { None }
+/// #     fn explain(&self, _: &str, _: Option<&str>) -> Option<serde_json::Value> { None }
 /// # }
 /// # let generator = std::sync::Arc::new(Nothing);
 /// let api = Api::new(generator, Pages::new("router"));
@@ -79,7 +79,7 @@ impl Api {
 
     /// A tenant sees its own requests only.
     fn explain(&self, id: &str, tenant: Option<&str>) -> Reply {
-        match self.generator.explain(id).filter(|record| record["tenant"].as_str() == tenant) {
+        match self.generator.explain(id, tenant) {
             Some(record) => Reply::json(200, &record),
             None => {
                 let message = format!(

@@ -81,6 +81,12 @@ impl Request {
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name)?.to_str().ok()
     }
+
+    /// Whether the header `name` (lower case) is there, be it text or not.
+    #[must_use]
+    pub fn has_header(&self, name: &str) -> bool {
+        self.headers.contains_key(name)
+    }
 }
 
 /// A request id nobody used before: `req-` and 96 random bits in hexadecimal.

@@ -54,7 +54,7 @@ impl Generator for Parrot {
         .boxed()
     }
 
-    fn explain(&self, id: &str) -> Option<Value> {
+    fn explain(&self, id: &str, _: Option<&str>) -> Option<Value> {
         (id == "req-1").then(|| json!({"id": id}))
     }
 }
@@ -175,8 +175,8 @@ impl Generator for Guarded {
         Ok(self.keys.tenant(key)?.map(|tenant| tenant.name.clone()))
     }
 
-    fn explain(&self, id: &str) -> Option<Value> {
-        (id == "req-1").then(|| json!({"id": id, "tenant": "alice"}))
+    fn explain(&self, id: &str, tenant: Option<&str>) -> Option<Value> {
+        (id == "req-1" && tenant == Some("alice")).then(|| json!({"id": id, "tenant": "alice"}))
     }
 }
 

@@ -291,14 +291,25 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// A log in a new file; one that was there is replaced.
+    /// A log in a new file. One that was there, perhaps of a router that died, is kept beside it under its name and `.1`.
     pub(super) fn create(path: &Path, setup: &Setup) -> std::io::Result<Self> {
+        if std::fs::metadata(path).is_ok_and(|there| there.is_file() && there.len() > 0) {
+            let mut kept = path.as_os_str().to_owned();
+            kept.push(".1");
+            std::fs::rename(path, &kept)?;
+            tracing::info!(kept = %Path::new(&kept).display(), "the decision log of an earlier run is kept");
+        }
         let file = File::create(path)?;
         let (seal, last) = (Seal::default(), Instant::ZERO);
         let mut writer = Self { file, path: path.to_owned(), seal, last, decisions: 0, is_broken: false };
         let head = writer.seal.line(&serde_json::to_string(&Head::new(setup))?);
         writer.file.write_all(head.as_bytes())?;
         Ok(writer)
+    }
+
+    /// Where it is, and whether all of it could be written.
+    pub(super) fn view(&self) -> serde_json::Value {
+        serde_json::json!({"path": self.path.display().to_string(), "is_whole": !self.is_broken})
     }
 
     /// Appends an input. After the first that could not be written none is: a log with holes replays to something else.

@@ -246,6 +246,11 @@ impl Desk {
         (books.conductor.count(), books.conductor.hash())
     }
 
+    /// What became of the log, if there is one.
+    pub(super) fn log(&self) -> Option<Value> {
+        self.inner.books.lock().log.as_ref().map(Writer::view)
+    }
+
     /// Ends the log: what is told from now on is not in it.
     pub(super) fn end_log(&self) {
         let log = self.inner.books.lock().log.take();

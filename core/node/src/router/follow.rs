@@ -21,9 +21,10 @@ use std::sync::Arc;
 use futures::stream::StreamExt;
 use millpond_core::directory::{EventPage, Stamp};
 use millpond_core::hash::{BlockName, Namer};
+use millpond_core::prefix::Holder;
 use millpond_core::sched::conductor::Stored;
 use millpond_core::sched::feed::{Fed, Feed};
-use millpond_core::sched::index::{Index, Limits};
+use millpond_core::sched::index::{Index, Knowledge, Limits};
 use millpond_core::seeded::{self, Bug};
 use millpond_core::time::{Duration, Instant};
 use parking_lot::Mutex;
@@ -63,6 +64,12 @@ struct Inner {
     begun: Instant,
     known: Mutex<Known>,
     meters: Meters,
+}
+
+/// Blocks that nodes hold, each as often as it is held. What nobody holds stays in the index until its place is needed.
+fn held(index: &Index<BlockName, WORDS>) -> u64 {
+    let views = (0..NODES_MAX).filter_map(|holder| index.view(Holder(holder)));
+    views.filter(|view| view.knowledge != Knowledge::Gone).map(|view| u64::from(view.blocks)).sum()
 }
 
 struct Known {
@@ -227,7 +234,7 @@ impl Follower {
             "state": state, "why": why, "term": position.term, "event": position.n,
             "heard_ms_ago": ago(known.heard),
             "current_ms_ago": ago(known.current.map(|(then, _)| then)), "events_behind": known.behind(),
-            "blocks": known.index.totals().blocks, "snapshots": inner.meters.snapshots.value(),
+            "blocks": held(&known.index), "snapshots": inner.meters.snapshots.value(),
             "lost": inner.meters.lost.value(),
             "nodes": inner.meters.nodes.value(), "nodes_without_a_place": known.feed.nodes_refused(),
             "blocks_expected": inner.meters.expected.value(), "blocks_missing": inner.meters.missing.value(),
@@ -307,7 +314,7 @@ impl Follower {
     fn on_current(&self, known: &mut Known) {
         let (inner, now) = (&*self.inner, self.inner.timers.now());
         if known.state != State::Current {
-            tracing::info!(blocks = known.index.totals().blocks, "router: the store's blocks are known");
+            tracing::info!(blocks = held(&known.index), "router: the store's blocks are known");
         }
         let position = known.feed.position();
         (known.state, known.current) = (State::Current, Some((now, position)));
@@ -317,7 +324,7 @@ impl Follower {
         let index = &known.index;
         known.silent.look(now, |name| index.pooled(&[name]) > 0);
         inner.meters.current.set(1);
-        inner.meters.blocks.set(known.index.totals().blocks.into());
+        inner.meters.blocks.set(held(&known.index));
         inner.meters.silent.set(known.silent.names().len() as u64);
     }
 

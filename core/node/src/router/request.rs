@@ -430,6 +430,6 @@ pub trait Generator: Send + Sync + 'static {
         Ok(None)
     }
 
-    /// What is known about request `id`, for people and programs; `None` once it is forgotten.
-    fn explain(&self, id: &str) -> Option<Value>;
+    /// What is known about a tenant's request `id`, for people and programs; `None` once it is forgotten.
+    fn explain(&self, id: &str, tenant: Option<&str>) -> Option<Value>;
 }

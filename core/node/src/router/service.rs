@@ -247,7 +247,7 @@ impl Router {
             "model": self.inner.card.id, "running": running, "waiting": waiting,
             "prefill": prefills.collect::<Vec<_>>(), "decode": decodes.collect::<Vec<_>>(),
             "decisions": decisions, "decisions_hash": format!("{hash:016x}"),
-            "store": self.inner.store.as_ref().map(Follower::view),
+            "decision_log": self.inner.desk.log(), "store": self.inner.store.as_ref().map(Follower::view),
         })
     }
 }
@@ -279,8 +279,8 @@ impl Generator for Router {
         Ok(self.inner.keys.tenant(key)?.map(|tenant| tenant.name.clone()))
     }
 
-    fn explain(&self, id: &str) -> Option<Value> {
-        self.inner.records.find(id)
+    fn explain(&self, id: &str, tenant: Option<&str>) -> Option<Value> {
+        self.inner.records.find(tenant, id)
     }
 }
 

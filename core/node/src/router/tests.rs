@@ -164,7 +164,7 @@ fn an_answer_comes_through_and_leaves_its_record() {
     let generation = block_on(bench.router.generate(request("r", "hi there"))).unwrap();
     assert_eq!((generation.prompt_tokens, generation.cached_tokens), (8, 3));
     assert_eq!(text(generation).unwrap(), "hello");
-    let record = bench.router.explain("r").unwrap();
+    let record = bench.router.explain("r", None).unwrap();
     assert_eq!(record["outcome"], "length");
     assert_eq!(record["generated_tokens"], 5);
     assert_eq!(record["tries"][0]["prefill"], "prefill-0");
@@ -191,7 +191,7 @@ fn a_lone_prefill_node_that_restarts_is_waited_for() {
     let bench = bench(1, vec![scripts], RouterLimits::default());
     let generation = block_on(bench.router.generate(request("r", "hi"))).unwrap();
     assert_eq!(text(generation).unwrap(), "hello");
-    assert_eq!(bench.router.explain("r").unwrap()["tries"].as_array().unwrap().len(), 4);
+    assert_eq!(bench.router.explain("r", None).unwrap()["tries"].as_array().unwrap().len(), 4);
     assert!(bench.registry.text().contains("millpond_router_retries_total{role=\"prefill\"} 3\n"));
 }
 
@@ -200,7 +200,7 @@ fn nodes_that_stay_away_are_an_error_in_bounded_time() {
     let bench = bench(1, vec![vec![dead()]], RouterLimits::default());
     let failure = block_on(bench.router.generate(request("r", "hi"))).unwrap_err();
     assert!(matches!(failure, Failure::NoNode { role: "decode", .. }), "{failure}");
-    let record = bench.router.explain("r").unwrap();
+    let record = bench.router.explain("r", None).unwrap();
     let took = record["took_us"].as_u64().unwrap();
     assert!((15_000_000..16_000_000).contains(&took), "{took}");
     assert_eq!(record["outcome"], "failed");
@@ -227,7 +227,7 @@ fn a_client_that_leaves_gives_everything_back() {
     assert!(matches!(busy, Failure::Busy { .. }), "{busy}");
     assert_eq!(bench.router.view()["decode"][0]["requests"], 1);
     drop(generation);
-    assert_eq!(bench.router.explain("r").unwrap()["outcome"], "cancelled");
+    assert_eq!(bench.router.explain("r", None).unwrap()["outcome"], "cancelled");
     assert_eq!(bench.router.view()["decode"][0]["requests"], 0);
     assert_eq!(bench.router.view()["prefill"][0]["requests"], 0);
     assert_eq!(bench.router.view()["running"], 0);
@@ -269,7 +269,7 @@ fn who_would_miss_its_deadline_is_refused_with_a_hint_and_what_was_predicted() {
     let Failure::Overloaded { stage, reason, retry_after, .. } = failure else { panic!("{failure}") };
     assert_eq!((stage, reason), (Stage::Early, "tbt"));
     assert!(retry_after >= Duration::from_secs(1));
-    let record = bench.router.explain("r").unwrap();
+    let record = bench.router.explain("r", None).unwrap();
     assert_eq!(record["placement"]["admission"]["verdict"], "refuse");
     assert_eq!(record["placement"]["candidates"].as_array().unwrap().len(), 1);
     assert!(bench.registry.text().contains("millpond_router_refusals_total{stage=\"early\",reason=\"tbt\"} 1\n"));
@@ -298,7 +298,7 @@ fn a_stop_text_cancels_the_rest_and_is_not_part_of_the_answer() {
     asked.stop = vec!["stop".into()];
     let generation = block_on(bench.router.generate(asked)).unwrap();
     assert_eq!(text(generation).unwrap(), "one ");
-    assert_eq!(bench.router.explain("r").unwrap()["outcome"], "stop");
+    assert_eq!(bench.router.explain("r", None).unwrap()["outcome"], "stop");
 }
 
 #[test]
@@ -334,6 +334,36 @@ fn without_a_prefill_node_it_is_ready_where_decode_nodes_compute_prompts() {
 }
 
 #[test]
+fn a_tenant_neither_sees_nor_replaces_the_record_of_another_ones_request() {
+    let bench = bench(0, vec![vec![answer()]], RouterLimits::default());
+    for tenant in ["alice", "bob"] {
+        let asked = Generate { tenant: Some(tenant.into()), ..request("same", "hi") };
+        drop(block_on(bench.router.generate(asked)).unwrap());
+    }
+    for tenant in ["alice", "bob"] {
+        assert_eq!(bench.router.explain("same", Some(tenant)).unwrap()["tenant"], tenant);
+    }
+    assert!(bench.router.explain("same", None).is_none());
+}
+
+#[test]
+fn the_log_of_a_router_that_died_is_kept_beside_the_next_one() {
+    let path = std::env::temp_dir().join(format!("millpond-kept-log-{}", std::process::id()));
+    let kept = path.with_extension("1");
+    let scheduling = Scheduling { decisions: Some(path.clone()), ..Scheduling::default() };
+    let first = scheduled(0, vec![vec![answer()]], RouterLimits::default(), &scheduling);
+    drop(block_on(first.router.generate(request("r", "hi"))).unwrap());
+    // It never ends its log.
+    let second = scheduled(0, vec![vec![answer()]], RouterLimits::default(), &scheduling);
+    assert_eq!(second.router.view()["decision_log"]["is_whole"], true);
+    let lines = |path: &std::path::Path| std::fs::read_to_string(path).unwrap().lines().count();
+    assert!(lines(&kept) > 1 && lines(&path) == 1);
+    drop((first, second));
+    std::fs::remove_file(&path).unwrap();
+    std::fs::remove_file(&kept).unwrap();
+}
+
+#[test]
 fn a_tenant_is_counted_by_name_and_its_requests_carry_it_to_the_nodes() {
     let mut scheduling = Scheduling::default();
     for (name, weight) in [("alice", 3.0), ("bob", 1.0)] {
@@ -349,7 +379,7 @@ fn a_tenant_is_counted_by_name_and_its_requests_carry_it_to_the_nodes() {
         assert_eq!(asked[0].tenant, "bob");
         assert_eq!((asked[0].tbt_slo_ns, asked[0].ttft_slo_ns), (10_000_000_000, 120_000_000_000), "the router's own");
     }
-    assert_eq!(bench.router.explain("r").unwrap()["tenant"], "bob");
+    assert_eq!(bench.router.explain("r", Some("bob")).unwrap()["tenant"], "bob");
     // Others in its batch would be too slow for it.
     let _held = block_on(bench.router.generate(request("other", "hello"))).unwrap();
     let mut hurried = request("s", "hi");
@@ -373,7 +403,7 @@ fn whether_a_decode_node_computes_a_prompt_is_in_its_record_with_the_figures_tha
     scheduling.placement.colocate = Colocate::Sooner;
     let served = |bench: &Bench| {
         assert_eq!(text(block_on(bench.router.generate(request("r", "hi"))).unwrap()).unwrap(), "hello");
-        let record = bench.router.explain("r").unwrap();
+        let record = bench.router.explain("r", None).unwrap();
         let asked = bench.decodes[0].asked.lock().last().unwrap().prefill.clone();
         (record["placement"]["colocation"].clone(), record["tries"][0]["prefill"].clone(), asked)
     };

@@ -31,7 +31,7 @@ pub(super) struct Ticket {
 impl Ticket {
     pub(super) fn new(records: Records, meters: Meters, timers: Timers, request: &Generate) -> Self {
         let began = timers.now();
-        records.update(&request.id, |record| {
+        records.update(request.tenant.as_deref(), &request.id, |record| {
             *record = json!({"id": request.id, "model": request.model, "outcome": "open", "tries": []});
             if let Some(tenant) = &request.tenant {
                 record["tenant"] = tenant.as_str().into();
@@ -63,7 +63,7 @@ impl Ticket {
     /// Notes a field of the record.
     pub(super) fn note(&self, field: &str, value: impl Into<Value>) {
         let value = value.into();
-        self.records.update(&self.id, |record| record[field] = value);
+        self.records.update(self.tenant.as_deref(), &self.id, |record| record[field] = value);
     }
 
     /// Notes where a try went and how it failed, if it did.
@@ -71,7 +71,7 @@ impl Ticket {
         let at = self.since_began().as_micros();
         let outcome = lost.map_or_else(|| "served".to_owned(), |lost| format!("{lost:?}"));
         let value = json!({"prefill": prefill, "decode": decode, "until_us": at, "outcome": outcome});
-        self.records.update(&self.id, |record| {
+        self.records.update(self.tenant.as_deref(), &self.id, |record| {
             if let Some(tries) = record["tries"].as_array_mut()
                 && tries.len() < TRIES_MAX
             {
@@ -90,7 +90,7 @@ impl Ticket {
         }
         self.meters.cached_tokens.add(started.cached_tokens.into());
         let prefill = started.prefill.unwrap_or_default();
-        self.records.update(&self.id, |record| {
+        self.records.update(self.tenant.as_deref(), &self.id, |record| {
             record["prompt_tokens"] = prompt_tokens.into();
             record["cached_tokens"] = started.cached_tokens.into();
             record["first_token_us"] = first.as_micros().into();
@@ -106,7 +106,7 @@ impl Ticket {
 
     /// The decode node's account of the end.
     pub(super) fn finished(&self, finished: &Finished) {
-        self.records.update(&self.id, |record| {
+        self.records.update(self.tenant.as_deref(), &self.id, |record| {
             record["pauses"] = finished.pauses.into();
             record["batch_max"] = finished.batch_max.into();
             let Some(sent) = &finished.sent else { return };
@@ -156,7 +156,7 @@ impl Ticket {
             self.meters.tenant_tokens(tenant, "generated").add(self.token_count);
         }
         let (took, tokens) = (self.since_began().as_micros(), self.token_count);
-        self.records.update(&self.id, |record| {
+        self.records.update(self.tenant.as_deref(), &self.id, |record| {
             record["outcome"] = outcome.into();
             record["generated_tokens"] = tokens.into();
             record["took_us"] = took.into();
