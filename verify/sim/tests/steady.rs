@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use common::own::Own;
 use common::{LEN, Link, Target, link, options, say, warm, writes};
 use counting::{Counting, allocations_here, bytes_in_use};
+use millpond_core::random::Random;
 use millpond_node::engine::{Backing, Batch, Engine, Region, Rights, Via};
 use parking_lot::{Mutex, MutexGuard};
 
@@ -172,16 +173,6 @@ fn assert_clean(engine: &Engine<Own>) {
 /// What a restart leaves behind on purpose.
 type Leak = Option<fn(&Pair) -> Box<dyn std::any::Any>>;
 
-/// Numbers that are the same each time.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % bound
-    }
-}
-
 /// How much is moved.
 struct Load {
     /// Transfers one after the other.
@@ -230,7 +221,7 @@ const MOVES_MAX: u64 = LEN / 4096 - 1;
 /// was not before.
 fn endure(load: &Load, leak: Leak, patience: Duration) -> Vec<&'static str> {
     let mut pair = pair();
-    let mut random = Random(1);
+    let mut random = Random::new(1);
     // Once through all of it, so that tables and pools have the size they get.
     pair.batches(Via::Tcp, (load.plain / 10).max(2_000), 1);
     pair.churn(&Load { cancelled: load.cancelled / 2, ..*load }, &mut random, None);

@@ -186,9 +186,7 @@ impl Caller {
             }
         }
     }
-}
 
-impl Caller {
     /// Done once an answer of `version` may be another one.
     pub(super) fn changed(&self, version: u64) -> impl Future<Output = ()> + Send + '_ {
         std::future::poll_fn(move |context| {

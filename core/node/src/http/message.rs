@@ -3,6 +3,8 @@
 //! A request is whole when a handler gets it (its body is bounded by [`Limits`](super::Limits)); a reply is whole or a
 //! stream. Errors have the shape OpenAI's clients parse: `{"error": {"message", "type", "param", "code"}}`.
 
+use std::borrow::Cow;
+
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, Stream, StreamExt};
 use hyper::HeaderMap;
@@ -82,10 +84,10 @@ impl Request {
         self.headers.get(name)?.to_str().ok()
     }
 
-    /// Whether the header `name` (lower case) is there, be it text or not.
+    /// The same, with a mark for each byte that is no text.
     #[must_use]
-    pub fn has_header(&self, name: &str) -> bool {
-        self.headers.contains_key(name)
+    pub fn header_lossy(&self, name: &str) -> Option<Cow<'_, str>> {
+        self.headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()))
     }
 }
 

@@ -271,10 +271,7 @@ fn delivery(fields: &Fields<'_>) -> Result<Delivery, ApiError> {
 
 /// A header with a time in milliseconds.
 fn millis(request: &Request, name: &'static str) -> Result<Option<Duration>, ApiError> {
-    if !request.has_header(name) {
-        return Ok(None);
-    }
-    let value = request.header(name).unwrap_or("something that is no text");
+    let Some(value) = request.header_lossy(name) else { return Ok(None) };
     match value.parse::<u64>() {
         Ok(millis) if millis > 0 => Ok(Some(Duration::from_millis(1).saturating_mul(millis))),
         _ => {

@@ -210,3 +210,14 @@ fn where_there_are_tenants_only_they_are_served_and_each_sees_its_own_requests()
     assert_eq!(ask(Method::Get, "/v1/requests/req-1", Some("Bearer sk-b")).status(), 404, "it is somebody else's");
     assert_eq!(ask(Method::Get, "/health", None).status(), 200, "the node's own pages are for its operators");
 }
+
+#[test]
+fn a_deadline_that_is_no_number_or_no_text_is_refused() {
+    let api = Api::new(std::sync::Arc::new(Parrot), Pages::new("router"));
+    for (value, status) in [(&b"5000"[..], 200), (b"0", 400), (b"soon", 400), (b"\xff\xfe", 400)] {
+        let body = json!({"model": "parrot", "prompt": "hi"}).to_string().into_bytes();
+        let mut request = Request::new(Method::Post, "/v1/completions", body);
+        request.headers.insert("x-millpond-ttft-slo-ms", hyper::header::HeaderValue::from_bytes(value).unwrap());
+        assert_eq!(block_on(api.answer(request)).status(), status, "{value:?}");
+    }
+}

@@ -518,3 +518,19 @@ impl<L: BufRead> Replay<L> {
         Err(Mismatch::Unfinished { line: self.line, decisions: self.conductor.count() })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_that_cannot_be_written_any_more_says_so() {
+        let path = std::env::temp_dir().join(format!("millpond-full-log-{}", std::process::id()));
+        let mut writer = Writer::create(&path, &Setup::new(1, 1)).unwrap();
+        assert_eq!(writer.view()["is_whole"], true);
+        writer.file = File::options().write(true).open("/dev/full").unwrap();
+        writer.write(Instant::ZERO, Input::Ended { decisions: 0 });
+        assert_eq!(writer.view()["is_whole"], false);
+        std::fs::remove_file(&path).unwrap();
+    }
+}

@@ -2,7 +2,7 @@
 //!
 //! Only we write our memory: a write is a copy that we make, out of the peer's read-only mapped region into what
 //! [`Inbound::resolve`] gives for this turn. Invariant: after each copy, and before anything is counted or answered, we look
-//! whether the peer closed the link or cut the batch; if so, what was copied was perhaps no longer the peer's source.
+//! whether the peer closed the link; if so, what was copied was perhaps no longer the peer's source.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
